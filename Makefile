@@ -1,0 +1,42 @@
+# Each target does its own set-up: see scripts/setup_env.py and docs/setup.md.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+# Where the files of a run go: server logs, test reports.
+OUT ?= out
+
+.PHONY: help setup demo test lint format bench clean
+
+help:
+	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
+	@echo "make test    all tests (about 20 minutes on 2 cores)"
+	@echo "make unit    the tests that start no server (about 2 minutes)"
+	@echo "make lint    ruff format, ruff check, mypy"
+	@echo "make bench   the 16,384-token prefill on the CPU reference platform"
+	@echo "make clean   remove .venv and out/"
+
+setup:
+	@$(PYTHON) scripts/setup_env.py
+
+demo: setup
+	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo
+
+test: setup lint
+	@$(BIN)/python -m pytest
+
+unit: setup
+	@$(BIN)/python -m pytest tests/unit tests/harness
+
+lint: setup
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: setup
+	@$(BIN)/python -m bench_serving.prefill_cpu
+
+clean:
+	rm -rf .venv .venv.lock $(OUT)

@@ -1,0 +1,45 @@
+"""The console script `sglang-hetero`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sglang_hetero import __version__
+from sglang_hetero.errors import HeteroError
+
+
+def _parser() -> argparse.ArgumentParser:
+    from sglang_hetero.cpu import commands as cpu
+    from sglang_hetero.demo import command as demo
+    from sglang_hetero.launcher import up
+    from sglang_hetero.models import commands as models
+
+    parser = argparse.ArgumentParser(
+        prog="sglang-hetero",
+        description="Prefill and decode with different tensor-parallel sizes on SGLang.",
+        epilog="`sglang-hetero COMMAND --help` has examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-hetero {__version__}")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    up.add_parser(subparsers)
+    demo.add_parser(subparsers)
+    models.add_parser(subparsers)
+    cpu.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; an error meant for a person is printed as it is and gives exit status 1."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    # argparse would take what follows `--` for positional arguments of the command.
+    split = given.index("--") if "--" in given else len(given)
+    arguments = _parser().parse_args(given[:split])
+    arguments.server_arguments = given[split + 1 :]
+    try:
+        result: int = arguments.run(arguments)
+    except HeteroError as error:
+        print(f"sglang-hetero: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return result

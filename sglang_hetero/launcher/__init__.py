@@ -1,0 +1,1 @@
+"""Starts, watches and stops the servers of one topology on this machine (`sglang-hetero up`)."""

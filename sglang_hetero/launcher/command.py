@@ -1,0 +1,170 @@
+"""Command lines and environments of the servers and routers, for the CPU reference platform (docs/cpu.md)."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_hetero.cpu import layout
+from sglang_hetero.launcher.options import Options, Router
+from sglang_hetero.launcher.topology import Instance, Role
+
+# Linear-state slots per running request: SGLang wants spare ones while a request is handed over.
+SLOTS_PER_REQUEST = 2
+THREADS_PER_RANK = 1
+# With SGLANG_USE_CPU_ENGINE SGLang sizes its pools from max_total_tokens; the fraction only has to leave room.
+MEM_FRACTION = "0.2"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one server listens. bootstrap_port: prefill only. dist_port: first of a block, attention-DP only."""
+
+    host: str
+    port: int
+    nccl_port: int
+    bootstrap_port: int | None = None
+    dist_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def dist_ports(instance: Instance) -> int:
+    """How many consecutive ports SGLang derives from dist_init_addr with attention-DP (server_args.PortArgs).
+
+    The address itself, six fixed ones and one per DP rank.
+    """
+    return 7 + instance.dp
+
+
+def _bind(ranks: int, first: int) -> str:
+    """SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank, round robin; SGLang demands an entry per rank."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return "|".join(str(cpus[(first + rank) % len(cpus)]) for rank in range(ranks))
+
+
+def server_env(base: Mapping[str, str], options: Options, instance: Instance, total_ranks: int) -> dict[str, str]:
+    """Environment of one server, from that of the launcher."""
+    bind_from = 0 if instance.role is not Role.DECODE else total_ranks - instance.tp
+    return dict(base) | {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, bind_from),
+        # More threads spin against each other as soon as this machine does anything else: a 2,700-token prompt on two
+        # busy cores took 59 s with two threads and 6 s with one.
+        "OMP_NUM_THREADS": str(THREADS_PER_RANK),
+        "TOKENIZERS_PARALLELISM": "false",
+        layout.CONV_LAYOUT_ENV: options.conv_layout.value,
+        # The conv state in the arithmetic's own type, so that tokens can be compared exactly.
+        "SGLANG_MAMBA_CONV_DTYPE": options.dtype.value,
+        # The early send of a cached prefix records a CUDA event (disaggregation/prefill.py).
+        "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # Mooncake: TCP over this host's address, no RDMA device search.
+        "MC_FORCE_TCP": "1",
+        "SGLANG_HOST_IP": options.host,
+        "SGLANG_LOCAL_IP_NIC": "lo",
+        "no_proxy": f"{options.host},127.0.0.1,localhost",
+        "NO_PROXY": f"{options.host},127.0.0.1,localhost",
+    }
+
+
+def _attention(options: Options) -> list[str]:
+    # With speculation the per-phase names must be given as well: SGLang's fallback for CPUs without AMX looks at
+    # --attention-backend only, and torch_native has no verify step.
+    if options.mtp:
+        return [
+            *("--attention-backend", "torch_native"),
+            *("--prefill-attention-backend", "intel_amx"),
+            *("--decode-attention-backend", "intel_amx"),
+        ]
+    return ["--attention-backend", "torch_native"]
+
+
+def _speculation(options: Options) -> list[str]:
+    if not options.mtp:
+        return []
+    return [
+        *("--speculative-algorithm", "NEXTN"),
+        *("--speculative-num-steps", str(options.mtp)),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(options.mtp + 1)),
+    ]
+
+
+def _cache(options: Options) -> list[str]:
+    if options.radix_cache:
+        return ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
+    return ["--disable-radix-cache"]
+
+
+def _role(instance: Instance, endpoint: Endpoint) -> list[str]:
+    if instance.role is Role.MIXED:
+        return []
+    arguments = [
+        *("--disaggregation-mode", instance.role.value),
+        *("--disaggregation-transfer-backend", "mooncake"),
+    ]
+    if endpoint.bootstrap_port is not None:
+        arguments += ["--disaggregation-bootstrap-port", str(endpoint.bootstrap_port)]
+    return arguments
+
+
+def _attention_dp(instance: Instance, endpoint: Endpoint) -> list[str]:
+    if instance.dp == 1:
+        return []
+    return [
+        *("--dp-size", str(instance.dp)),
+        "--enable-dp-attention",
+        *("--dist-init-addr", f"{endpoint.host}:{endpoint.dist_port}"),
+    ]
+
+
+def server_command(model_path: str, options: Options, instance: Instance, endpoint: Endpoint) -> list[str]:
+    """The usual `sglang.launch_server` for one server."""
+    return [
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *("--model-path", model_path),
+        *("--served-model-name", options.model),
+        *("--device", "cpu"),
+        *("--dtype", options.dtype.value),
+        *("--host", endpoint.host),
+        *("--port", str(endpoint.port)),
+        *("--nccl-port", str(endpoint.nccl_port)),
+        *("--tp-size", str(instance.tp)),
+        *_attention_dp(instance, endpoint),
+        *_role(instance, endpoint),
+        *_attention(options),
+        *_speculation(options),
+        *_cache(options),
+        *("--page-size", str(options.page_size)),
+        *("--chunked-prefill-size", str(options.chunk)),
+        *("--mem-fraction-static", MEM_FRACTION),
+        *("--max-total-tokens", str(options.max_tokens)),
+        *("--max-running-requests", str(options.max_requests)),
+        *("--max-mamba-cache-size", str(options.max_requests * SLOTS_PER_REQUEST)),
+        # Idle schedulers would spin, each on a core, and slow everything else on this machine down.
+        "--sleep-on-idle",
+        *options.server_arguments,
+    ]
+
+
+def router_command(
+    kind: Router, host: str, port: int, prefills: Sequence[Endpoint], decodes: Sequence[Endpoint]
+) -> list[str]:
+    """sglang-router before prefill and decode servers: its mini load balancer or its Rust router."""
+    command = [
+        *(sys.executable, "-m", "sglang_router.launch_router"),
+        "--pd-disaggregation",
+        *("--host", host),
+        *("--port", str(port)),
+    ]
+    if kind is Router.MINI:
+        command.append("--mini-lb")
+    for endpoint in prefills:
+        command += ["--prefill", endpoint.url, str(endpoint.bootstrap_port)]
+    for endpoint in decodes:
+        command += ["--decode", endpoint.url]
+    return command

@@ -1,0 +1,75 @@
+"""Command-line flags for `Options`, shared by every command that starts servers."""
+
+import argparse
+from pathlib import Path
+
+from sglang_hetero import models
+from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.launcher.options import DType, Options, Router
+
+
+def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
+    """Add one flag per field of `Options`; `defaults` are the command's own."""
+    group = parser.add_argument_group("the fleet")
+    group.add_argument(
+        "--model",
+        default=defaults.model,
+        metavar="NAME",
+        help=f"one of {', '.join(models.names())} (default: {defaults.model})",
+    )
+    group.add_argument(
+        "--mtp",
+        type=int,
+        default=defaults.mtp,
+        metavar="DEPTH",
+        help=f"depth of NEXTN speculation, 0 for none (default: {defaults.mtp})",
+    )
+    group.add_argument(
+        "--conv-layout",
+        choices=[layout.value for layout in ConvLayout],
+        default=defaults.conv_layout.value,
+        help="conv state as on CUDA (channels first) or as on Ascend NPUs (window first)",
+    )
+    group.add_argument("--dtype", choices=[d.value for d in DType], default=defaults.dtype.value)
+    group.add_argument("--page-size", type=int, default=defaults.page_size, metavar="TOKENS")
+    group.add_argument(
+        "--chunk", type=int, default=defaults.chunk, metavar="TOKENS", help="prompt tokens of one prefill step"
+    )
+    group.add_argument("--radix-cache", action="store_true", help="prefix cache on (no_buffer strategy)")
+    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens, metavar="TOKENS", help="KV cache size")
+    group.add_argument("--max-requests", type=int, default=defaults.max_requests, metavar="N")
+    group.add_argument(
+        "--router",
+        choices=[r.value for r in Router],
+        default=defaults.router.value,
+        help="sglang-router's mini load balancer or its Rust router (default: mini)",
+    )
+    group.add_argument("--host", default=defaults.host, help=f"address to listen on (default: {defaults.host})")
+    group.add_argument(
+        "--port", type=int, default=defaults.port, help="port of the router, or of a mixed server (default: a free one)"
+    )
+    group.add_argument(
+        "--start-seconds", type=float, default=defaults.start_seconds, help="give up when not healthy by then"
+    )
+    group.add_argument("--log-dir", type=Path, metavar="FOLDER", help="a log file per process (default: a new one)")
+
+
+def options(arguments: argparse.Namespace, server_arguments: tuple[str, ...] = ()) -> Options:
+    """The `Options` that the parsed flags stand for."""
+    return Options(
+        model=arguments.model,
+        mtp=arguments.mtp,
+        conv_layout=ConvLayout(arguments.conv_layout),
+        dtype=DType(arguments.dtype),
+        page_size=arguments.page_size,
+        chunk=arguments.chunk,
+        radix_cache=arguments.radix_cache,
+        max_tokens=arguments.max_tokens,
+        max_requests=arguments.max_requests,
+        router=Router(arguments.router),
+        host=arguments.host,
+        port=arguments.port,
+        start_seconds=arguments.start_seconds,
+        log_dir=arguments.log_dir,
+        server_arguments=server_arguments,
+    )

@@ -1,0 +1,247 @@
+"""All processes of one topology: started together, waited for, stopped together."""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import requests
+
+from sglang_hetero import models
+from sglang_hetero.cpu import enable
+from sglang_hetero.errors import HeteroError
+from sglang_hetero.launcher import command
+from sglang_hetero.launcher.options import Options
+from sglang_hetero.launcher.ports import Ports
+from sglang_hetero.launcher.process import Supervised
+from sglang_hetero.launcher.topology import Instance, Role, Topology
+
+POLL_SECONDS = 0.5
+PROGRESS_SECONDS = 10.0
+HEALTH_SECONDS = 5.0
+# Logs are small; this leaves room for SGLang's temporary files.
+LOG_BYTES = 200 * 1000**2
+
+
+class StartError(HeteroError):
+    """The fleet did not become healthy."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server of the fleet and the process that runs it."""
+
+    instance: Instance
+    endpoint: command.Endpoint
+    process: Supervised
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _healthy(url: str) -> bool:
+    session = requests.Session()
+    session.trust_env = False  # a proxy of the environment must not see loopback
+    try:
+        return session.get(f"{url}/health", timeout=HEALTH_SECONDS).status_code == requests.codes.ok
+    except requests.RequestException:
+        return False
+
+
+class Fleet:
+    """`with Fleet(topology, options) as fleet:` runs the servers; leaving the block stops exactly those.
+
+    fleet.url answers like one SGLang server. Raises `HeteroError` subclasses with one clear line (and, where a server
+    died, the last lines of its log); nothing is left running then.
+    """
+
+    def __init__(self, topology: Topology, options: Options, say: Callable[[str], None] = _say) -> None:
+        self.topology = topology
+        self.options = options
+        self.servers: list[Server] = []
+        self.router: Supervised | None = None
+        self._say = say
+
+    @property
+    def url(self) -> str:
+        """The router's URL, or that of the only server."""
+        return self.router.url if self.router is not None else self.servers[0].endpoint.url
+
+    @property
+    def processes(self) -> list[Supervised]:
+        """Every process of the fleet, the router last."""
+        return [server.process for server in self.servers] + ([self.router] if self.router else [])
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Check everything that can be checked, then start all processes; does not wait for them."""
+        self.options.check()
+        self.topology.check_model(models.spec(self.options.model))
+        self._check_platform()
+        log_dir = self._log_dir()
+        ports = Ports(self.options.host)
+        front_port = ports.take(self.options.port, "--port") if self.options.port else ports.free()
+        model_path = str(models.path(self.options.model))
+        self._say(
+            f"{self.topology.name}: {len(self.topology.instances)} servers, {self.topology.ranks} ranks, model "
+            f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}; logs in "
+            f"{log_dir}"
+        )
+        for instance in self.topology.instances:
+            self._start_server(instance, ports, front_port, model_path, log_dir)
+        if not self.topology.is_mixed:
+            self._start_router(front_port, log_dir)
+
+    def _start_server(self, instance: Instance, ports: Ports, front_port: int, model_path: str, log_dir: Path) -> None:
+        endpoint = command.Endpoint(
+            host=self.options.host,
+            port=front_port if instance.role is Role.MIXED else ports.free(),
+            nccl_port=ports.free(),
+            bootstrap_port=ports.free() if instance.role is Role.PREFILL else None,
+            dist_port=ports.free(command.dist_ports(instance)) if instance.dp > 1 else None,
+        )
+        process = Supervised(
+            instance.name,
+            command.server_command(model_path, self.options, instance, endpoint),
+            command.server_env(os.environ, self.options, instance, self.topology.ranks),
+            log_dir / f"{instance.name}.log",
+            endpoint.url,
+        )
+        self.servers.append(Server(instance, endpoint, process))
+        self._say(f"{instance.name} (tp {instance.tp}): pid {process.pid}, {endpoint.url}")
+
+    def _start_router(self, port: int, log_dir: Path) -> None:
+        prefills = [s.endpoint for s in self.servers if s.instance.role is Role.PREFILL]
+        decodes = [s.endpoint for s in self.servers if s.instance.role is Role.DECODE]
+        url = f"http://{self.options.host}:{port}"
+        self.router = Supervised(
+            "router",
+            command.router_command(self.options.router, self.options.host, port, prefills, decodes),
+            os.environ | {"no_proxy": "*", "NO_PROXY": "*"},
+            log_dir / "router.log",
+            url,
+        )
+        self._say(f"router ({self.options.router.value}): pid {self.router.pid}, {url}")
+
+    def _check_platform(self) -> None:
+        status = enable.status()
+        if not status.enabled:
+            raise StartError(
+                f"the CPU reference platform is off in this environment{': ' if status.conflict else ''}"
+                f"{status.conflict or ''}; run `sglang-hetero cpu enable` (docs/cpu.md)"
+            )
+
+    def _log_dir(self) -> Path:
+        wanted = self.options.log_dir
+        try:
+            if wanted is None:
+                folder = Path(tempfile.mkdtemp(prefix=f"sglang-hetero-{self.topology.name}-"))
+            else:
+                folder = wanted.absolute()
+                folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+            (folder / "writable").touch()
+            (folder / "writable").unlink()
+        except OSError as error:
+            raise StartError(
+                f"cannot write logs to {wanted or tempfile.gettempdir()}: {error.strerror or error}; choose another "
+                "folder with --log-dir"
+            ) from error
+        if free < LOG_BYTES:
+            raise StartError(
+                f"only {free / 1e6:.0f} MB free in {folder}, {LOG_BYTES / 1e6:.0f} MB are needed; free some space or "
+                "choose another folder with --log-dir"
+            )
+        return folder
+
+    def check(self) -> None:
+        """Raise `ProcessDied` when one of the processes has ended."""
+        for process in self.processes:
+            if process.poll() is not None:
+                raise process.died()
+
+    def wait_until_healthy(self) -> None:
+        """Return when every server and the router answer /health; a line per process on each change and every 10 s.
+
+        Raises `ProcessDied` or, after options.start_seconds, `StartError`.
+        """
+        start = time.monotonic()
+        shown = start
+        waiting = list(self.processes)
+        while waiting:
+            self.check()
+            for process in [p for p in waiting if _healthy(p.url)]:
+                waiting.remove(process)
+                self._say(f"{time.monotonic() - start:5.0f} s  {process.name}: healthy")
+            now = time.monotonic()
+            if waiting and now - start > self.options.start_seconds:
+                late = waiting[0]
+                raise StartError(
+                    f"{late.name} is not healthy after {self.options.start_seconds:.0f} s (--start-seconds); the last "
+                    f"lines of {late.log}:\n{late.tail()}"
+                )
+            if waiting and now - shown > PROGRESS_SECONDS:
+                shown = now
+                for process in waiting:
+                    self._say(f"{now - start:5.0f} s  {process.name}: {process.tail(1)[:120] or 'starting'}")
+            if waiting:
+                time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Stop all processes, at the same time; returns when nothing of them is left."""
+        for process in self.processes:
+            process.request_stop()
+        for process in self.processes:
+            process.stop()
+
+    def describe(self) -> dict[str, object]:
+        """Every endpoint and pid, ready for JSON."""
+        router = self.router
+        return {
+            "topology": self.topology.name,
+            "model": self.options.model,
+            "mtp": self.options.mtp,
+            "conv_layout": self.options.conv_layout.value,
+            "url": self.url,
+            "router": None
+            if router is None
+            else {
+                "kind": self.options.router.value,
+                "url": router.url,
+                "pid": router.pid,
+                "log": str(router.log),
+            },
+            "servers": [
+                {
+                    "name": server.instance.name,
+                    "role": server.instance.role.value,
+                    "tp": server.instance.tp,
+                    "dp": server.instance.dp,
+                    "url": server.endpoint.url,
+                    "bootstrap_port": server.endpoint.bootstrap_port,
+                    "pid": server.process.pid,
+                    "log": str(server.process.log),
+                }
+                for server in self.servers
+            ],
+        }

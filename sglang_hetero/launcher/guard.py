@@ -1,0 +1,153 @@
+"""A process between the launcher and one server that leaves nothing behind, whoever dies first.
+
+`python -m sglang_hetero.launcher.guard CONTROL_FD STATUS_FD GRACE_SECONDS -- COMMAND ...`
+
+* Ends when the launcher closes (or loses, by dying) the other end of CONTROL_FD, on SIGTERM, or when the command has
+  ended: then every process that came from the command is stopped, first politely, after GRACE_SECONDS by SIGKILL.
+* Is a child subreaper (Linux): grandchildren whose parent died stay its descendants and are found.
+* Gives the command a TMPDIR of its own and removes it: SGLang leaves the names of its IPC sockets there.
+* Removes the shared memory that those processes had mapped: SGLang ends by SIGKILL and leaves it behind, 25 MB for each
+  server with more than one rank.
+* Writes `pid N` and, at the end, `exit N` to STATUS_FD.
+
+Standard library and psutil only, so that it starts at once.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from types import FrameType
+
+import psutil
+
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_SECONDS = 0.1
+# How often the mappings of running processes are looked at, for those that crash before the stop.
+_LOOK_SECONDS = 5.0
+_SHARED_MEMORY = "/dev/shm/"
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    """In the child before exec: SIGKILL when the guard itself is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _descendants() -> list[psutil.Process]:
+    """All living processes that came from the command. psutil.NoSuchProcess: one ended while it was looked at."""
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _shared_memory() -> set[str]:
+    """Files in /dev/shm that a descendant has mapped now."""
+    found: set[str] = set()
+    for process in _descendants():
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as maps:
+            found.update(line.split(maxsplit=5)[5].rstrip("\n") for line in maps if _SHARED_MEMORY in line)
+    return {path for path in found if path.startswith(_SHARED_MEMORY) and not path.endswith(" (deleted)")}
+
+
+def _signal_all(number: signal.Signals) -> None:
+    for process in _descendants():
+        try:
+            process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _reap_orphans(command: subprocess.Popen[bytes]) -> None:
+    """Collect grandchildren that were handed to us; the command's own status is left to Popen."""
+    for process in psutil.Process().children():
+        if process.pid != command.pid and process.status() == psutil.STATUS_ZOMBIE:
+            os.waitpid(process.pid, os.WNOHANG)
+
+
+def _alive() -> bool:
+    try:
+        return bool(_descendants())
+    except psutil.NoSuchProcess:  # one ended while it was looked at
+        return True
+
+
+def _watch(command: subprocess.Popen[bytes], control: int) -> set[str]:
+    """Return when the command has ended or the launcher has let go; the shared memory seen meanwhile."""
+    shared: set[str] = set()
+    looked = time.monotonic()
+    while command.poll() is None:
+        _reap_orphans(command)
+        if select.select([control], [], [], _POLL_SECONDS)[0]:
+            break  # end of file: nothing is ever written
+        if time.monotonic() - looked > _LOOK_SECONDS:
+            looked = time.monotonic()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                shared |= _shared_memory()
+    return shared
+
+
+def _stop(command: subprocess.Popen[bytes], grace: float) -> None:
+    if command.poll() is None:
+        command.terminate()
+    deadline = time.monotonic() + grace
+    while _alive() and time.monotonic() < deadline:
+        command.poll()
+        _reap_orphans(command)
+        time.sleep(_POLL_SECONDS)
+    while _alive():
+        _signal_all(signal.SIGKILL)
+        command.poll()
+        _reap_orphans(command)
+        time.sleep(_POLL_SECONDS)
+    command.wait()
+
+
+class _Asked(Exception):
+    """SIGTERM arrived."""
+
+
+def _on_signal(_number: int, _frame: FrameType | None) -> None:
+    raise _Asked
+
+
+def main(arguments: list[str]) -> int:
+    control, status, grace = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's business
+    signal.signal(signal.SIGTERM, _on_signal)
+    # Short on purpose: the path of a Unix socket has at most 107 bytes.
+    scratch = tempfile.mkdtemp(prefix="sgh-")
+    shared: set[str] = set()
+    try:
+        command = subprocess.Popen(
+            arguments[4:],
+            env=dict(os.environ, TMPDIR=scratch),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 (this process has one thread)
+        )
+        os.write(status, f"pid {command.pid}\n".encode())
+        with contextlib.suppress(_Asked):
+            shared |= _watch(command, control)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            shared |= _shared_memory()
+        _stop(command, grace)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        for path in shared:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+    with contextlib.suppress(BrokenPipeError):  # the launcher may be gone
+        os.write(status, f"exit {command.returncode}\n".encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,76 @@
+"""What a user can choose for a fleet, checked before anything starts. Pure: no torch, no SGLang, no sockets."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.errors import HeteroError
+
+MAX_MTP_DEPTH = 16
+
+
+class Router(StrEnum):
+    """Which router of sglang-router stands before a prefill/decode pair."""
+
+    MINI = "mini"
+    RUST = "rust"
+
+
+class DType(StrEnum):
+    """Arithmetic and KV-cache type of the model."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class OptionError(HeteroError):
+    """An option has a value that cannot work."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One fleet. Sizes are tokens unless said otherwise.
+
+    mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed),
+    0 for a free one. chunk: largest number of prompt tokens in one prefill step. max_requests: requests that run at
+    the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if it is missing.
+    """
+
+    model: str = "tiny"
+    mtp: int = 0
+    conv_layout: ConvLayout = ConvLayout.CHANNELS_FIRST
+    dtype: DType = DType.FLOAT32
+    page_size: int = 1
+    chunk: int = 8192
+    radix_cache: bool = False
+    max_tokens: int = 20480
+    max_requests: int = 8
+    router: Router = Router.MINI
+    host: str = "127.0.0.1"
+    port: int = 0
+    start_seconds: float = 600.0
+    log_dir: Path | None = None
+    server_arguments: tuple[str, ...] = field(default=())
+
+    def check(self) -> None:
+        """Raise `OptionError` for what SGLang would refuse late or in many words."""
+        if not 0 <= self.mtp <= MAX_MTP_DEPTH:
+            raise OptionError(f"--mtp {self.mtp}: the depth is 0 (off) to {MAX_MTP_DEPTH}")
+        positive = {
+            "--page-size": self.page_size,
+            "--chunk": self.chunk,
+            "--max-tokens": self.max_tokens,
+            "--max-requests": self.max_requests,
+            "--start-seconds": self.start_seconds,
+        }
+        for option, value in positive.items():
+            if value <= 0:
+                raise OptionError(f"{option} {value}: must be larger than 0")
+        if self.radix_cache and self.page_size != 1:
+            raise OptionError(
+                f"--radix-cache with --page-size {self.page_size}: SGLang's prefix cache for linear state works with "
+                "pages of 1 token on a CPU; leave one of the two out"
+            )
+        if self.chunk % self.page_size:
+            raise OptionError(f"--chunk {self.chunk} is not a multiple of --page-size {self.page_size}")

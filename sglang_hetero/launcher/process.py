@@ -1,0 +1,102 @@
+"""One supervised process: started under a guard, its log, its end."""
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sglang_hetero.errors import HeteroError
+
+# Between SIGTERM and SIGKILL. Enough for a router; SGLang would need 5 s and more even when idle (it looks every 5 s)
+# and frees nothing in that time that the guard does not.
+GRACE_SECONDS = 1.0
+START_SECONDS = 20.0
+TAIL_LINES = 25
+_TAIL_BYTES = 16384
+
+
+class ProcessDied(HeteroError):
+    """A server or router ended without being asked to."""
+
+
+class Supervised:
+    """A running command with its log file.
+
+    name: for messages; url: where it answers; log: everything that it and its children print.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, url: str) -> None:
+        self.name = name
+        self.url = url
+        self.log = log
+        self.exit_code: int | None = None
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        guard = [sys.executable, "-m", "sglang_hetero.launcher.guard", str(control), str(status), str(GRACE_SECONDS)]
+        try:
+            with open(log, "wb") as output:
+                self._guard = subprocess.Popen(
+                    [*guard, "--", *command],
+                    env=dict(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(control, status),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(control)
+            os.close(status)
+        self._messages = b""
+        if not select.select([self._status], [], [], START_SECONDS)[0]:
+            self.stop()
+            raise ProcessDied(f"{name}: its guard did not start within {START_SECONDS:.0f} s; see {log}")
+        self._read()
+        words = self._messages.split()
+        if len(words) < 2 or words[0] != b"pid":
+            self.stop()
+            raise ProcessDied(f"{name}: could not be started\n{self.tail()}")
+        self.pid = int(words[1])
+
+    def _read(self) -> None:
+        self._messages += os.read(self._status, 256)
+
+    def poll(self) -> int | None:
+        """The exit code once the command and all that came from it have ended, else None."""
+        if self.exit_code is None and self._guard.poll() is not None:
+            self._read()
+            words = self._messages.split()
+            # No word of the exit: the guard itself was killed, and its command with it.
+            self.exit_code = int(words[words.index(b"exit") + 1]) if b"exit" in words else -9
+        return self.exit_code
+
+    def request_stop(self) -> None:
+        """Ask the guard to stop everything; returns at once."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+
+    def stop(self) -> None:
+        """Stop and wait until nothing is left."""
+        self.request_stop()
+        self._guard.wait()
+        self.poll()
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """Last lines of the log."""
+        with open(self.log, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def died(self) -> ProcessDied:
+        """The error for an unexpected end, with the last log lines."""
+        return ProcessDied(
+            f"{self.name} ended with exit code {self.exit_code}; the last lines of {self.log}:\n{self.tail()}"
+        )

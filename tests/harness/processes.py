@@ -1,0 +1,208 @@
+"""The test's side of the processes: start the zygote, fork ranks, call them, with a limit on every wait."""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_connections
+from pathlib import Path
+from typing import Any
+
+from .errors import CommandFailed, HarnessError, HarnessTimeout, RankDied
+from .zygote import MESSAGE_BYTES, PRELOAD
+
+ZYGOTE_SECONDS = 120.0
+"""Limit for the zygote's imports (6 s on an idle core)."""
+FORK_SECONDS = 10.0
+COMMAND_SECONDS = 30.0
+"""Default limit of one command of a rank."""
+EXIT_SECONDS = 5.0
+"""How long a process may take to end after its connection has closed."""
+LOG_TAIL_LINES = 25
+
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "MC_FORCE_TCP": "1",
+    "SGLANG_HOST_IP": "127.0.0.1",
+    "SGLANG_LOCAL_IP_NIC": "lo",
+    "no_proxy": "127.0.0.1,localhost",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # SGLang's own limits, 300 s each, would outlast the harness's.
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+}
+"""What SGLang and Mooncake need for a PD pair over loopback without an accelerator (docs/cpu.md)."""
+
+
+class RankProcess:
+    """One forked process and the connection that its commands take."""
+
+    def __init__(self, name: str, pid: int, connection: Connection, log: Path, zygote: "ZygoteProcess") -> None:
+        self.name = name
+        self.pid = pid
+        self.log = log
+        self._connection = connection
+        self._zygote = zygote
+
+    def start(self, command: str, *arguments: Any) -> None:
+        """Send a command; `result` waits for it."""
+        try:
+            self._connection.send((command, arguments))
+        except OSError as error:
+            raise self._died(command) from error
+
+    def result(self, command: str, deadline: float) -> Any:
+        """Wait for the reply to `command`; raises CommandFailed, HarnessTimeout or RankDied."""
+        if not wait_for_connections([self._connection], timeout=max(0.0, deadline - time.monotonic())):
+            raise HarnessTimeout(f"{self.name}: no answer to {command}\n{self.log_tail()}")
+        try:
+            value, error = self._connection.recv()
+        except (EOFError, OSError) as closed:
+            raise self._died(command) from closed
+        if error:
+            raise CommandFailed(f"{self.name}: {command} failed\n{error}\n{self.log_tail()}")
+        return value
+
+    def call(self, command: str, *arguments: Any, seconds: float = COMMAND_SECONDS) -> Any:
+        """Run one command and wait for it."""
+        self.start(command, *arguments)
+        return self.result(command, time.monotonic() + seconds)
+
+    def stop(self) -> None:
+        """Close the connection, which ends the process, and kill it if it does not end."""
+        self._connection.close()
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if self.exit_code() is None:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._zygote.command("kill", pid=self.pid)
+
+    def exit_code(self) -> int | None:
+        """None while it runs, negative when a signal ended it."""
+        code: int | None = self._zygote.command("status", pid=self.pid)["exit_code"]
+        return code
+
+    def log_tail(self) -> str:
+        """Last lines of what the process wrote."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join([f"--- last lines of {self.name} (process {self.pid})", *lines[-LOG_TAIL_LINES:]])
+
+    def _died(self, command: str) -> RankDied:
+        deadline = time.monotonic() + EXIT_SECONDS
+        while self.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return RankDied(f"{self.name} died during {command}, exit code {self.exit_code()}\n{self.log_tail()}")
+
+
+def call_all(
+    ranks: Sequence[RankProcess], command: str, *arguments: Any, seconds: float = COMMAND_SECONDS
+) -> list[Any]:
+    """Run one command on several ranks at the same time; answers in the order of `ranks`.
+
+    All answers are taken before the first failure is raised, so that no answer is left for the next command.
+    """
+    deadline = time.monotonic() + seconds
+    outcomes: list[Any] = []
+    for rank in ranks:
+        try:
+            rank.start(command, *arguments)
+            outcomes.append(None)
+        except HarnessError as error:
+            outcomes.append(error)
+    for index, rank in enumerate(ranks):
+        if outcomes[index] is None:
+            try:
+                outcomes[index] = rank.result(command, deadline)
+            except HarnessError as error:
+                outcomes[index] = error
+    for outcome in outcomes:
+        if isinstance(outcome, HarnessError):
+            raise outcome
+    return outcomes
+
+
+class ZygoteProcess:
+    """The process that holds SGLang's imports; see zygote.py."""
+
+    def __init__(self, preload: bool = True) -> None:
+        """Without `preload` it starts at once and each rank imports SGLang for itself."""
+        self._directory = tempfile.TemporaryDirectory(prefix="sglang-hetero-harness-")
+        self._ranks = 0
+        self.log = Path(self._directory.name) / "zygote.log"
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package = __package__ or ""
+        root = Path(__file__).resolve().parents[package.count(".") + 1]
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+        python = [sys.executable, "-m", f"{package}.zygote"]
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [*python, str(theirs.fileno()), str(os.getpid()), *([PRELOAD] if preload else [])],
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        theirs.close()
+        self.ready = self._receive(ZYGOTE_SECONDS)
+        """`pid`, and `threads`: how many threads the zygote has; more than one would make its forks unsafe."""
+
+    def spawn(self, name: str, environment: dict[str, str]) -> RankProcess:
+        """Fork a rank process; `environment` is added to the zygote's before SGLang's plugins are loaded."""
+        self._ranks += 1
+        log = Path(self._directory.name) / f"{self._ranks}-{name.replace(' ', '-')}.log"
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._control, [_command("spawn", log=str(log), environment=environment)], [theirs.fileno()])
+        theirs.close()
+        pid = self._receive(FORK_SECONDS)["pid"]
+        return RankProcess(name, pid, Connection(ours.detach()), log, self)
+
+    def command(self, do: str, **fields: Any) -> dict[str, Any]:
+        """Send one command to the zygote and take its answer."""
+        try:
+            self._control.send(_command(do, **fields))
+        except OSError as error:
+            raise self._ended() from error
+        return self._receive(FORK_SECONDS)
+
+    def stop(self) -> None:
+        """End the zygote, and with it every rank."""
+        self._control.close()
+        try:
+            self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._directory.cleanup()
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        readable, _, _ = select.select([self._control], [], [], seconds)
+        if not readable:
+            raise HarnessTimeout(
+                f"the zygote did not answer within {seconds} s\n{self.log.read_text(errors='replace')}"
+            )
+        data = self._control.recv(MESSAGE_BYTES)
+        if not data:
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+    def _ended(self) -> HarnessError:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return HarnessError("\n".join(["the zygote has ended", *lines]))
+
+
+def _command(do: str, **fields: Any) -> bytes:
+    return json.dumps({"do": do, **fields}).encode()

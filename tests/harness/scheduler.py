@@ -1,0 +1,182 @@
+"""The smallest object that SGLang's PD queues accept as their scheduler.
+
+The queues, and through them KVArgs, the manager, the senders and the receivers, are SGLang's own and are built by
+their own constructors, so a plugin's hook on any of them acts here as it does in a server.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from . import pools as pools_module
+from .expectation import Shard
+from .pools import Pools
+
+LOOPBACK = "127.0.0.1"
+HTTP_PORT = 1
+"""Port of a prefill's HTTP server in SGLang's topology row; nothing in the harness listens there."""
+
+
+@dataclass
+class Group:
+    """A process group that nobody may communicate over: the harness itself takes the minimum over ranks."""
+
+    world_size: int
+    rank_in_group: int = 0
+    is_last_rank: bool = True
+    cpu_group: None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """What the ranks of one side share."""
+
+    mode: str
+    """`prefill` or `decode`."""
+    backend: str
+    """Value of --disaggregation-transfer-backend."""
+    bootstrap_port: int
+    shuffle_seed: int
+
+
+def publish(shard: Shard, side: Side) -> Any:
+    """Install SGLang's process-wide configuration as run_scheduler_process does; returns the ServerArgs."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.runtime_context import SpawnRanks, get_parallel
+    from sglang.srt.runtime_context import publish as publish_config
+    from sglang.srt.server_args import ServerArgs
+
+    geometry = shard.geometry
+    server_args = ServerArgs(model_path="dummy")
+    server_args.resolve_once()
+    declare_resolution(
+        server_args,
+        "test harness",
+        tp_size=shard.tp,
+        page_size=geometry.page_size,
+        host=LOOPBACK,
+        port=HTTP_PORT,
+        disaggregation_mode=side.mode,
+        disaggregation_transfer_backend=side.backend,
+        disaggregation_bootstrap_port=side.bootstrap_port,
+        speculative_num_draft_tokens=geometry.draft_tokens or None,
+        disable_overlap_schedule=True,
+        disable_radix_cache=True,
+    )
+    publish_config(server_args, role="scheduler", ranks=SpawnRanks(world_rank=shard.rank, gpu_id=0))
+    alone = Group(world_size=1)
+    tp = Group(world_size=shard.tp, rank_in_group=shard.rank)
+    get_parallel().override_permanently(pp_group=alone, attn_cp_group=alone, attn_tp_group=tp, tp_group=tp)
+    return server_args
+
+
+def start_engine() -> None:
+    """Create the process-wide Mooncake engine when the backend wants one, as initialize_model_parallel does."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+        maybe_init_shared_mooncake_transfer_engine,
+    )
+
+    maybe_init_shared_mooncake_transfer_engine(gpu_id=0)
+
+
+def model_config(shard: Shard) -> SimpleNamespace:
+    """The attributes of ModelConfig that the PD queues read."""
+    geometry = shard.geometry
+    return SimpleNamespace(
+        num_hidden_layers=geometry.layers,
+        get_total_num_kv_heads=lambda: geometry.kv_heads,
+        hf_text_config=SimpleNamespace(full_attention_layer_ids=list(geometry.full_attention_layers)),
+    )
+
+
+def build(shard: Shard, side: Side) -> Any:
+    """A prefill or decode scheduler with real pools and queues, ready for requests."""
+    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
+    from sglang.srt.disaggregation.utils import DisaggregationMode, ReqToMetadataIdxAllocator, TransferBackend
+
+    class Scheduler(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
+        """Attributes only; the methods are the mixin's."""
+
+    geometry = shard.geometry
+    server_args = publish(shard, side)
+    start_engine()
+    pools = pools_module.build(shard, decode=side.mode == DisaggregationMode.DECODE.value)
+    tokens = geometry.pages * geometry.page_size
+    scheduler: Any = Scheduler()
+    scheduler.pools = pools
+    scheduler.server_args = server_args
+    scheduler.model_config = model_config(shard)
+    scheduler.tp_worker = SimpleNamespace(
+        is_hybrid_swa=False,
+        model_runner=SimpleNamespace(
+            kv_cache_dtype_str=geometry.kv_dtype,
+            effective_logical_max_total_num_tokens=tokens,
+            max_token_pool_size=tokens,
+        ),
+    )
+    scheduler.req_to_token_pool = pools.requests
+    scheduler.token_to_kv_pool_allocator = pools.allocator
+    scheduler.disagg_metadata_buffers = pools.metadata
+    scheduler.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(geometry.slots)
+    scheduler.tree_cache = SimpleNamespace(maybe_hand_to_session=lambda request: None)
+    # Where SGLang streams the error of a request that it refuses.
+    scheduler.output_streamer = SimpleNamespace(stream_output=lambda requests, return_logprob: None)
+    scheduler.transfer_backend = TransferBackend(side.backend)
+    scheduler.kv_shard_widening = 1
+    scheduler.random_seed = 0
+    scheduler.rust_server = None
+    scheduler.enable_hisparse = scheduler.enable_staging = scheduler.enable_overlap = False
+    scheduler.enable_decode_hicache = False
+    scheduler.kv_checksum_computer = None
+    scheduler.disagg_prefill_pending_chunk_rids = set()
+    scheduler.spec_algorithm = None
+    pools_module.shuffle_free_lists(pools, scheduler.req_to_metadata_buffer_idx_allocator, side.shuffle_seed)
+    if side.mode == DisaggregationMode.PREFILL.value:
+        scheduler.disagg_prefill_bootstrap_queue = _prefill_queue(scheduler, pools, side, tokens)
+    else:
+        _decode_queues(scheduler, pools, side, tokens)
+    return scheduler
+
+
+def _prefill_queue(scheduler: Any, pools: Pools, side: Side, tokens: int) -> Any:
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    return PrefillBootstrapQueue(
+        token_to_kv_pool=pools.target,
+        draft_token_to_kv_pool=pools.draft,
+        req_to_metadata_buffer_idx_allocator=scheduler.req_to_metadata_buffer_idx_allocator,
+        metadata_buffers=pools.metadata,
+        gpu_id=0,
+        bootstrap_port=side.bootstrap_port,
+        max_total_num_tokens=tokens,
+        scheduler=scheduler,
+        scheduler_stage_metrics=None,
+        transfer_backend=scheduler.transfer_backend,
+    )
+
+
+def _decode_queues(scheduler: Any, pools: Pools, side: Side, tokens: int) -> None:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
+
+    scheduler.disagg_decode_prealloc_queue = None
+    scheduler.disagg_decode_transfer_queue = DecodeTransferQueue(
+        req_to_metadata_buffer_idx_allocator=scheduler.req_to_metadata_buffer_idx_allocator,
+        metadata_buffers=pools.metadata,
+        scheduler=scheduler,
+        tree_cache=scheduler.tree_cache,
+    )
+    scheduler.disagg_decode_prealloc_queue = DecodePreallocQueue(
+        req_to_token_pool=pools.requests,
+        token_to_kv_pool_allocator=pools.allocator,
+        draft_token_to_kv_pool=pools.draft,
+        req_to_metadata_buffer_idx_allocator=scheduler.req_to_metadata_buffer_idx_allocator,
+        metadata_buffers=pools.metadata,
+        scheduler=scheduler,
+        transfer_queue=scheduler.disagg_decode_transfer_queue,
+        tree_cache=scheduler.tree_cache,
+        gpu_id=0,
+        bootstrap_port=side.bootstrap_port,
+        max_total_num_tokens=tokens,
+        num_reserved_decode_tokens=0,
+        transfer_backend=scheduler.transfer_backend,
+    )

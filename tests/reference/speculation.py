@@ -1,0 +1,129 @@
+"""Greedy decoding with MTP drafts: which drafts a verifier accepts, round by round.
+
+Greedy verification never changes the tokens, so the target is run once, without drafts, and the rounds are
+replayed on its tokens and hidden states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.reference.mtp import MtpHead, load_head
+from tests.reference.target import continue_prompt, load, one_thread
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Tokens and counters of one request, under the names of SGLang's `meta_info`.
+
+    spec_correct_drafts_histogram[a]: rounds in which exactly a drafts were accepted; it ends with the largest a
+    that occurred. spec_verify_ct: rounds. Without a round (n = 1) SGLang leaves all of these keys out.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    accepted_per_round: list[int]
+    depth: int
+
+    @property
+    def spec_correct_drafts_histogram(self) -> list[int]:
+        """See the class."""
+        largest = max(self.accepted_per_round, default=-1)
+        return [self.accepted_per_round.count(a) for a in range(largest + 1)]
+
+    @property
+    def spec_verify_ct(self) -> int:
+        """Rounds of draft and verify."""
+        return len(self.accepted_per_round)
+
+    @property
+    def spec_num_correct_drafts(self) -> int:
+        """Drafts accepted in all rounds, those past the last returned token included."""
+        return sum(self.accepted_per_round)
+
+    @property
+    def spec_num_proposed_drafts(self) -> int:
+        """Drafts made in all rounds."""
+        return self.spec_verify_ct * self.depth
+
+    def meta_info(self) -> dict[str, Any]:
+        """The counters as SGLang returns them."""
+        if not self.accepted_per_round:
+            return {}
+        return {
+            key: getattr(self, key)
+            for key in (
+                "spec_correct_drafts_histogram",
+                "spec_verify_ct",
+                "spec_num_correct_drafts",
+                "spec_num_proposed_drafts",
+            )
+        }
+
+
+@torch.inference_mode()
+@one_thread()
+def greedy_with_mtp(
+    model_path: Path | str, prompt_ids: Sequence[int], n: int, depth: int, dtype: torch.dtype = torch.float32
+) -> Speculation:
+    """Decode n >= 1 tokens after the prompt with drafts of `depth` tokens (SGLang: NEXTN, --speculative-num-steps
+    depth, topk 1, depth + 1 draft tokens); an end token does not stop it (ignore_eos).
+
+    The first token comes from the prompt alone, every round then adds the accepted drafts and one token of the
+    target. SGLang counts all accepted drafts of the last round, also those that max_new_tokens cuts off
+    (managers/scheduler_components/batch_result_processor.py).
+    """
+    target = load(model_path, dtype)
+    prompt = list(prompt_ids)
+    # The last round begins with at most n - 1 tokens and adds at most depth + 1.
+    known = continue_prompt(target, prompt, n + depth)
+    text = prompt + known.tokens
+    drafter = _Drafter(load_head(model_path, target), text, known.hidden)
+
+    accepted: list[int] = []
+    confirmed = len(prompt) + 1
+    while confirmed < len(prompt) + n:
+        drafts = drafter.draft(confirmed, depth)
+        accepted.append(_common_prefix(drafts, text[confirmed:]))
+        confirmed += accepted[-1] + 1
+    return Speculation(known.tokens[:n], known.logprobs[:n], accepted, depth)
+
+
+class _Drafter:
+    """Drafts after any prefix of a text whose target hidden states are known.
+
+    After each verification SGLang rewrites the head's cache entries of the accepted tokens with the target's
+    hidden states (speculative/eagle_worker_v2.py, draft extend). So at the start of every round the cache holds
+    the same entries as if the text had been fed at once: that is done here, and a round takes a prefix of it.
+    """
+
+    def __init__(self, head: MtpHead, text: list[int], hidden: torch.Tensor) -> None:
+        self._head = head
+        cache = head.empty_cache()
+        next_tokens = torch.tensor(text[1:])
+        self._states, self._guesses = head(next_tokens, hidden[: len(next_tokens)], 0, cache)
+        self._keys, self._values = cache.layers[0].keys, cache.layers[0].values  # [1, kv_heads, entries, head_dim]
+
+    def draft(self, confirmed: int, depth: int) -> list[int]:
+        """`depth` guesses after the first `confirmed` tokens of the text."""
+        entries = confirmed - 1  # the last token has no hidden state yet
+        cache = self._head.empty_cache()
+        cache.update(self._keys[:, :, :entries], self._values[:, :, :entries], 0)
+        state, guess = self._states[entries - 1 : entries], self._guesses[entries - 1 : entries]
+        drafts = [int(guess)]
+        while len(drafts) < depth:
+            # Ahead of the target the head's own state stands in for the target's.
+            state, guess = self._head(guess, state, entries, cache)
+            entries += 1
+            drafts.append(int(guess))
+        return drafts
+
+
+def _common_prefix(drafts: list[int], truth: list[int]) -> int:
+    equal = 0
+    while equal < len(drafts) and drafts[equal] == truth[equal]:
+        equal += 1
+    return equal
