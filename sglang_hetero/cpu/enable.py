@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -116,8 +116,9 @@ def _conflict(folder: Path) -> str | None:
     torch = PathFinder.find_spec("torch", search)
     if torch is None or torch.origin is None:
         return f"torch is not installed in {folder}; install requirements/cpu.lock first"
-    for accelerator, version in _torch_build(Path(torch.origin).parent / "version.py"):
-        return f"torch is built for {accelerator} {version}; use an environment with the CPU build of torch"
+    accelerator = next(_accelerators(Path(torch.origin).parent / "version.py"), None)
+    if accelerator is not None:
+        return f"torch is built for {accelerator}; use an environment with the CPU build of torch"
     return None
 
 
@@ -132,8 +133,8 @@ def _search_path(folder: Path) -> list[str]:
     return [entry for entry in entries if Path(entry).resolve() != SHIMS]
 
 
-def _torch_build(version_file: Path) -> Iterable[tuple[str, str]]:
-    """The accelerators that torch/version.py names, as (field, value)."""
+def _accelerators(version_file: Path) -> Iterator[str]:
+    """The accelerators that torch/version.py names, e.g. "cuda 12.8"."""
     try:
         tree = ast.parse(version_file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError) as error:
@@ -143,7 +144,7 @@ def _torch_build(version_file: Path) -> Iterable[tuple[str, str]]:
             targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             for target in targets:
                 if isinstance(target, ast.Name) and target.id in _ACCELERATORS:
-                    yield target.id, str(node.value.value)
+                    yield f"{target.id} {node.value.value!s}"
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -1,9 +1,9 @@
 """Gaps of SGLang 0.5.23's CPU path, closed by replacing upstream symbols.
 
-Each row of GAPS names one symbol, why it does not work on a plain CPU, and what takes its place. A row is checked
-before anything is replaced: if the symbol is missing or its parameters have changed, this project was written for
-another SGLang, and the process stops (check_all). SystemExit is used because SGLang's load_plugins swallows every
-Exception.
+Each row of the table names one symbol, why it does not work on a plain CPU, and what takes its place. All rows are
+checked before anything is replaced: if a symbol is missing or its parameters have changed, the installed SGLang is not
+the one that this release was made for, and the process stops (close_gaps_or_stop). SystemExit is used, because
+SGLang's load_plugins swallows every Exception.
 
 A module that did `from x import name` before the replacement keeps the old function, so a row lists such modules
 (`bound_in`); those imported later see the new one.
@@ -15,9 +15,8 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
-from types import ModuleType
 from typing import Any
 
 from sglang_hetero.cpu.layout import ConvLayout, conv_layout_from_env, pool_slot_shape
@@ -46,7 +45,7 @@ class Gap:
     owner: str | None = None
     parameters: tuple[str, ...] | None = None
     absent: bool = False
-    bound_in: tuple[str, ...] = field(default=())
+    bound_in: tuple[str, ...] = ()
 
     @property
     def symbol(self) -> str:
@@ -82,8 +81,10 @@ def _replicate_kv_heads(adjust: Callable[..., Any]) -> Callable[..., Any]:
     return adjust_config
 
 
-def _get_last_loc(module: ModuleType) -> Callable[..., Any]:
-    return module.get_last_loc_torch  # type: ignore[no-any-return]
+def _get_last_loc_torch(_old: Callable[..., Any]) -> Callable[..., Any]:
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch
 
 
 def _pool_with_layout(init: Callable[..., None]) -> Callable[..., None]:
@@ -170,7 +171,7 @@ def gaps() -> tuple[Gap, ...]:
             "sglang.srt.mem_cache.allocation",
             "get_last_loc",
             "with pages of more than one token it takes a Triton kernel unless a backend is torch_native",
-            lambda _old: _get_last_loc(importlib.import_module("sglang.srt.mem_cache.allocation")),
+            _get_last_loc_torch,
             parameters=("req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor"),
         ),
         Gap(

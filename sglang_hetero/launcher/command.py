@@ -12,6 +12,13 @@ from sglang_hetero.launcher.topology import Instance, Role
 # Linear-state slots per running request: SGLang wants spare ones while a request is handed over.
 SLOTS_PER_REQUEST = 2
 THREADS_PER_RANK = 1
+# The backends named after AMX call the ops of our sgl_kernel, which need no AMX. They must be given per phase: SGLang's
+# fallback for CPUs without AMX looks at --attention-backend only. torch_native alone has no verify step.
+ATTENTION = (
+    *("--attention-backend", "torch_native"),
+    *("--prefill-attention-backend", "intel_amx"),
+    *("--decode-attention-backend", "intel_amx"),
+)
 # With SGLANG_USE_CPU_ENGINE SGLang sizes its pools from max_total_tokens; the fraction only has to leave room.
 MEM_FRACTION = "0.2"
 
@@ -71,18 +78,6 @@ def server_env(base: Mapping[str, str], options: Options, instance: Instance, to
     }
 
 
-def _attention(options: Options) -> list[str]:
-    # With speculation the per-phase names must be given as well: SGLang's fallback for CPUs without AMX looks at
-    # --attention-backend only, and torch_native has no verify step.
-    if options.mtp:
-        return [
-            *("--attention-backend", "torch_native"),
-            *("--prefill-attention-backend", "intel_amx"),
-            *("--decode-attention-backend", "intel_amx"),
-        ]
-    return ["--attention-backend", "torch_native"]
-
-
 def _speculation(options: Options) -> list[str]:
     if not options.mtp:
         return []
@@ -136,7 +131,7 @@ def server_command(model_path: str, options: Options, instance: Instance, endpoi
         *("--tp-size", str(instance.tp)),
         *_attention_dp(instance, endpoint),
         *_role(instance, endpoint),
-        *_attention(options),
+        *ATTENTION,
         *_speculation(options),
         *_cache(options),
         *("--page-size", str(options.page_size)),

@@ -9,8 +9,8 @@ import numpy as np
 from sglang_hetero.cpu.layout import ConvLayout
 
 from . import oracle
-from .geometry import Geometry
 from .oracle import Bits, Component
+from .sides import Shard
 
 PAGED = {Component.KEY, Component.VALUE, Component.DRAFT_KEY, Component.DRAFT_VALUE}
 """Components whose items are pages; the items of CONV and SSM are linear-state slots, those of AUX aux rows."""
@@ -58,15 +58,6 @@ class Placement:
         if component in PAGED:
             return self.pages
         return (self.aux_row,) if component is Component.AUX else (self.slot,)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One rank of one side."""
-
-    geometry: Geometry
-    tp: int
-    rank: int
 
 
 def expected(buffer: Buffer, shard: Shard, placements: Sequence[Placement], leftovers: Leftovers) -> Bits:

@@ -17,15 +17,14 @@ from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
 from . import oracle
 from .compare import Difference
 from .errors import HarnessError, HarnessTimeout
-from .expectation import Leftovers, Placement, Shard
+from .expectation import Leftovers, Placement
 from .geometry import Geometry
 from .processes import RankProcess, ZygoteProcess, call_all
-from .rank import Request
-from .scheduler import LOOPBACK, Side
+from .sides import LOOPBACK, Request, Shard, Side
 
 POLL_SECONDS = 0.002
-HANDOFF_SECONDS = 30.0
-"""Limit of each phase of a handoff: bootstrap, and transfer."""
+PHASE_SECONDS = 60.0
+"""Limit of each phase: building the ranks, bootstrap of the requests, transfer."""
 PORTS = range(20_000, 32_000)
 """Below the range that the kernel gives to outgoing connections (net.ipv4.ip_local_port_range)."""
 FAILED, WAITING_FOR_INPUT, SUCCESS = 0, 2, 4
@@ -177,7 +176,7 @@ class Pair:
         ]
         for process, shard, side in shards:
             process.start("build", shard, side)
-        deadline = time.monotonic() + HANDOFF_SECONDS
+        deadline = time.monotonic() + PHASE_SECONDS
         for process, _, _ in shards:
             process.result("build", deadline)
 
@@ -192,7 +191,7 @@ class Pair:
 
     def _await(self, ranks: Sequence[RankProcess], rooms: Sequence[int], ends: set[int]) -> list[int]:
         """Poll until every request has one of these states on all ranks, or FAILED on one."""
-        deadline = time.monotonic() + HANDOFF_SECONDS
+        deadline = time.monotonic() + PHASE_SECONDS
         while True:
             polls = [min(each) for each in zip(*call_all(ranks, "poll", rooms), strict=True)]
             if all(poll in ends for poll in polls):
@@ -200,7 +199,7 @@ class Pair:
             if time.monotonic() > deadline:
                 states = dict(zip(rooms, polls, strict=True))
                 tails = "\n".join(rank.log_tail() for rank in ranks)
-                raise HarnessTimeout(f"requests are still in {states} after {HANDOFF_SECONDS} s\n{tails}")
+                raise HarnessTimeout(f"requests are still in {states} after {PHASE_SECONDS} s\n{tails}")
             time.sleep(POLL_SECONDS)
 
 
@@ -273,7 +272,7 @@ def _free_port() -> int:
 
 
 def _await_listener(port: int) -> None:
-    deadline = time.monotonic() + HANDOFF_SECONDS
+    deadline = time.monotonic() + PHASE_SECONDS
     while True:
         try:
             socket.create_connection((LOOPBACK, port), timeout=1).close()

@@ -19,8 +19,8 @@ from .zygote import MESSAGE_BYTES, PRELOAD
 
 ZYGOTE_SECONDS = 120.0
 """Limit for the zygote's imports (6 s on an idle core)."""
-FORK_SECONDS = 10.0
-COMMAND_SECONDS = 30.0
+FORK_SECONDS = 30.0
+COMMAND_SECONDS = 60.0
 """Default limit of one command of a rank."""
 EXIT_SECONDS = 5.0
 """How long a process may take to end after its connection has closed."""
@@ -35,9 +35,9 @@ ENVIRONMENT = {
     "NO_PROXY": "127.0.0.1,localhost",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # SGLang's own limits, 300 s each, would outlast the harness's.
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+    # SGLang's own limits of 300 s each would outlast PHASE_SECONDS in pair.py and hide the reason.
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "40",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "40",
 }
 """What SGLang and Mooncake need for a PD pair over loopback without an accelerator (docs/cpu.md)."""
 

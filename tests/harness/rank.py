@@ -17,22 +17,13 @@ import numpy as np
 
 from . import compare, expectation, oracle, scheduler
 from .compare import Difference
-from .expectation import PAGED, Leftovers, Placement, Shard
+from .expectation import PAGED, Leftovers, Placement
 from .oracle import Bits, Component
-from .scheduler import LOOPBACK, Side
+from .sides import LOOPBACK, Request, Shard, Side
 
 TOPOLOGY_SECONDS = 10.0
 """How long a decode rank asks the bootstrap server for a topology that all prefill ranks have registered in."""
 RETRY_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt of `tokens` tokens with the cache contents of `seed`."""
-
-    room: int
-    tokens: int
-    seed: int
 
 
 @dataclass

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import pools as pools_module
-from .expectation import Shard
 from .pools import Pools
+from .sides import LOOPBACK, Shard, Side
 
-LOOPBACK = "127.0.0.1"
 HTTP_PORT = 1
 """Port of a prefill's HTTP server in SGLang's topology row; nothing in the harness listens there."""
 
@@ -25,18 +24,6 @@ class Group:
     rank_in_group: int = 0
     is_last_rank: bool = True
     cpu_group: None = None
-
-
-@dataclass(frozen=True)
-class Side:
-    """What the ranks of one side share."""
-
-    mode: str
-    """`prefill` or `decode`."""
-    backend: str
-    """Value of --disaggregation-transfer-backend."""
-    bootstrap_port: int
-    shuffle_seed: int
 
 
 def publish(shard: Shard, side: Side) -> Any:

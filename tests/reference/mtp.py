@@ -7,6 +7,7 @@ last norm; embedding and lm_head are the target's.
 """
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import DynamicCache
+
+from tests.reference.target import load
 
 
 class MtpHead(nn.Module):
@@ -66,11 +69,16 @@ class MtpHead(nn.Module):
         return DynamicCache(config=self.config)
 
 
-def load_head(model_path: Path | str, target: Any) -> MtpHead:
-    """The head of a checkpoint in the target's dtype; raises if a weight is missing or left over."""
+def load_head(model_path: Path | str, dtype: torch.dtype = torch.float32) -> MtpHead:
+    """The head of a checkpoint on top of load(model_path, dtype); raises if a weight is missing or left over."""
+    return _load_head(str(model_path), dtype)
+
+
+@functools.lru_cache(maxsize=2)
+def _load_head(model_path: str, dtype: torch.dtype) -> MtpHead:
     weights = _stack_experts(_read(Path(model_path), "mtp."))
-    head = MtpHead(target).to(target.dtype)
-    head.load_state_dict({name: value.to(target.dtype) for name, value in weights.items()}, strict=True)
+    head = MtpHead(load(model_path, dtype)).to(dtype)
+    head.load_state_dict(weights, strict=True)
     return head.eval()
 
 

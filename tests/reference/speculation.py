@@ -25,6 +25,7 @@ class Speculation:
 
     tokens: list[int]
     logprobs: list[float]
+    gaps: list[float]  # as in Continuation
     accepted_per_round: list[int]
     depth: int
 
@@ -81,7 +82,7 @@ def greedy_with_mtp(
     # The last round begins with at most n - 1 tokens and adds at most depth + 1.
     known = continue_prompt(target, prompt, n + depth)
     text = prompt + known.tokens
-    drafter = _Drafter(load_head(model_path, target), text, known.hidden)
+    drafter = _Drafter(load_head(model_path, dtype), text, known.hidden)
 
     accepted: list[int] = []
     confirmed = len(prompt) + 1
@@ -89,7 +90,7 @@ def greedy_with_mtp(
         drafts = drafter.draft(confirmed, depth)
         accepted.append(_common_prefix(drafts, text[confirmed:]))
         confirmed += accepted[-1] + 1
-    return Speculation(known.tokens[:n], known.logprobs[:n], accepted, depth)
+    return Speculation(known.tokens[:n], known.logprobs[:n], known.gaps[:n], accepted, depth)
 
 
 class _Drafter:
@@ -105,7 +106,8 @@ class _Drafter:
         cache = head.empty_cache()
         next_tokens = torch.tensor(text[1:])
         self._states, self._guesses = head(next_tokens, hidden[: len(next_tokens)], 0, cache)
-        self._keys, self._values = cache.layers[0].keys, cache.layers[0].values  # [1, kv_heads, entries, head_dim]
+        layer: Any = cache.layers[0]
+        self._keys, self._values = layer.keys, layer.values  # [1, kv_heads, entries, head_dim]
 
     def draft(self, confirmed: int, depth: int) -> list[int]:
         """`depth` guesses after the first `confirmed` tokens of the text."""

@@ -8,7 +8,9 @@ from sglang_hetero.cpu.layout import ConvLayout, live_window
 from sglang_hetero.errors import HeteroError
 
 
-def _convolve(full: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None):
+def _convolve(
+    full: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
     """full [..., dim, K-1+T] (window, then new inputs), weight [dim, K] -> fp32 [..., dim, T].
 
     K is 4 in every model here: K shifted multiplications are faster on a CPU than a grouped conv1d.

@@ -109,7 +109,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
         parents = None
         if retrieve_parent_token is not None:
             parents = _checked_parents(retrieve_parent_token[index, :length].long())
-        history = []
+        history: list[torch.Tensor] = []
         for t in range(length):
             if t and parents is not None:
                 state = torch.stack(history, dim=1)[torch.arange(len(requests)), parents[:, t]]

@@ -42,6 +42,16 @@ def test_enable_disable_and_again(site):
     assert not platform.disable(site)
 
 
+def test_status_reads_as_one_line(site):
+    assert str(platform.status(site)) == "CPU reference platform: off"
+    pth = platform.enable(site)
+    assert str(platform.status(site)) == f"CPU reference platform: on ({pth})"
+    add_package(site, "torch_npu")
+    assert "warning: torch_npu is installed" in str(platform.status(site))
+    platform.disable(site)
+    assert "cannot be switched on: torch_npu" in str(platform.status(site))
+
+
 def test_a_stale_file_is_replaced(site):
     (site / platform.PTH_NAME).write_text("/somewhere/else\n")
     assert not platform.status(site).enabled

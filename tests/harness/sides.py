@@ -1,0 +1,37 @@
+"""What the test process and the rank processes tell each other. Plain data: no torch, no SGLang."""
+
+from dataclasses import dataclass
+
+from .geometry import Geometry
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank of one side."""
+
+    geometry: Geometry
+    tp: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """What the ranks of one side share."""
+
+    mode: str
+    """`prefill` or `decode`."""
+    backend: str
+    """Value of --disaggregation-transfer-backend."""
+    bootstrap_port: int
+    shuffle_seed: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of `tokens` tokens with the cache contents of `seed`."""
+
+    room: int
+    tokens: int
+    seed: int

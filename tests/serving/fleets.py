@@ -1,0 +1,152 @@
+"""The fleets of real servers that the tests run on, each started once per session."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sglang_hetero import models
+from sglang_hetero.client import Client, Generation
+from tests.reference import Speculation, greedy, greedy_with_mtp
+
+# A busy machine needs several times the 40 to 90 s of a quiet one.
+START_SECONDS = 900
+STOP_SECONDS = 60
+# Prefill steps of at most so many tokens: the longer prompts below come in chunks, and stay below the number of
+# descriptors that Mooncake's TCP transport takes at a time (docs/cpu.md).
+CHUNK = 256
+OUTPUT_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to start: a topology and the options of `sglang-hetero up` that differ from its defaults.
+
+    killed: end it by killing the launcher instead of asking it to stop.
+    """
+
+    topology: str
+    mtp: int = 3
+    model: str = "tiny"
+    conv_layout: str = "channels_first"
+    options: tuple[str, ...] = ()
+    killed: bool = False
+
+    @property
+    def id(self) -> str:
+        parts = [self.topology, f"mtp{self.mtp}"]
+        parts += [self.model] if self.model != "tiny" else []
+        parts += ["window-first"] if self.conv_layout == "window_first" else []
+        parts += [option.strip("-") for option in self.options]
+        return "-".join(parts)
+
+    def command(self, log_dir: Path) -> list[str]:
+        return [
+            *(sys.executable, "-m", "sglang_hetero", "up", self.topology, "--json"),
+            *("--mtp", str(self.mtp), "--model", self.model, "--conv-layout", self.conv_layout),
+            *("--chunk", str(CHUNK), "--start-seconds", str(START_SECONDS), "--log-dir", str(log_dir)),
+            *self.options,
+        ]
+
+
+def pids(described: dict[str, Any]) -> list[int]:
+    """Every process that a fleet announced."""
+    found = [server["pid"] for server in described["servers"]]
+    return found + ([described["router"]["pid"]] if described["router"] else [])
+
+
+def family(roots: list[int]) -> list[psutil.Process]:
+    """The processes and all that came from them."""
+    parents = [psutil.Process(pid) for pid in roots]
+    return parents + [child for parent in parents for child in parent.children(recursive=True)]
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped."""
+    found = set()
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[-1]
+            if path.startswith("/dev/shm/") and not path.endswith("(deleted)"):
+                found.add(Path(path))
+    return found
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run; an ended one may wait for its parent to notice."""
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@dataclass
+class Served:
+    """A running fleet and what its answers must be."""
+
+    setup: Setup
+    described: dict[str, Any]
+    launcher: subprocess.Popen[bytes]
+    client: Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = Client(self.described["url"])
+        self.model_path = models.path(self.setup.model)
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        """Token ids of `length` printable characters, the same in every run."""
+        return random.Random(f"{length} {seed}").choices(range(1, 95), k=length)
+
+    def ask(self, prompt: list[int], tokens: int = OUTPUT_TOKENS) -> Generation:
+        return self.client.generate(prompt, tokens)
+
+    def reference(self, prompt: list[int], tokens: int = OUTPUT_TOKENS) -> tuple[list[int], dict[str, Any]]:
+        """Tokens and speculation counters (empty without MTP) that transformers gives."""
+        if self.setup.mtp == 0:
+            return greedy(self.model_path, [prompt], tokens)[0].tokens, {}
+        speculation: Speculation = greedy_with_mtp(self.model_path, prompt, tokens, self.setup.mtp)
+        return speculation.tokens, speculation.meta_info()
+
+    def log(self, role: str) -> str:
+        """All that the servers of one role have printed."""
+        return "".join(Path(s["log"]).read_text() for s in self.described["servers"] if s["role"] == role)
+
+
+def counters(generation: Generation) -> dict[str, Any]:
+    """The speculation counters of an answer, as `Served.reference` names them."""
+    names = ("spec_correct_drafts_histogram", "spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
+    return {name: generation.meta[name] for name in names if name in generation.meta}
+
+
+def start(setup: Setup, log_dir: Path) -> Served:
+    """Start a fleet through the command line and wait until it is ready."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with open(log_dir / "up.log", "wb") as progress:
+        launcher = subprocess.Popen(setup.command(log_dir), stdout=subprocess.PIPE, stderr=progress)
+    assert launcher.stdout is not None
+    line = launcher.stdout.readline()
+    if not line:
+        raise AssertionError(f"{setup.id} did not start:\n{(log_dir / 'up.log').read_text()[-4000:]}")
+    return Served(setup, json.loads(line), launcher)
+
+
+def stop(served: Served) -> None:
+    """Stop a fleet and check that nothing of it is left."""
+    processes = family(pids(served.described))
+    shared = shared_memory(processes)
+    started = len(pids(served.described))
+    assert len(alive(processes)) > started, "the servers had no workers: this check looks at the wrong processes"
+    if served.setup.killed:
+        served.launcher.kill()
+        served.launcher.wait()
+    else:
+        served.launcher.send_signal(signal.SIGTERM)
+        assert served.launcher.wait(STOP_SECONDS) == 0
+    deadline = time.monotonic() + STOP_SECONDS
+    while (left := alive(processes)) or (files := [path for path in shared if path.exists()]):
+        assert time.monotonic() < deadline, f"{served.setup.id}: left behind: {left or files}"
+        time.sleep(0.1)

@@ -1,0 +1,116 @@
+"""Real servers give the tokens and accept-length histograms of transformers, in every topology."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_hetero.client import Client
+from tests.serving.fleets import CHUNK, Setup, counters
+
+WINDOW_FIRST = "window_first"
+
+UNDIVIDED = Setup("mixed_tp1")
+DIVIDED = Setup("p2_d1")
+PREFIX_CACHE = Setup("mixed_tp1", mtp=1, model="tiny-moe", options=("--radix-cache",))
+EQUAL = [
+    Setup("mixed_tp1", mtp=0),
+    UNDIVIDED,
+    Setup("mixed_tp2", mtp=0),
+    Setup("mixed_tp2"),
+    Setup("p1_d1", mtp=0, killed=True),
+    Setup("p1_d1"),
+    Setup("p2_d1", mtp=0),
+    DIVIDED,
+    # The layout of an NPU, with equal TP sizes, where upstream copies whole slots.
+    Setup("mixed_tp1", conv_layout=WINDOW_FIRST),
+    Setup("p1_d1", conv_layout=WINDOW_FIRST),
+    # Other models, depths and sizes; each also one more topology.
+    PREFIX_CACHE,
+    Setup("p2_d1", mtp=5, model="tiny-next"),
+    Setup("mixed_tp4", model="tiny-gqa2"),
+    Setup("p2_d2dp2", model="tiny-moe", options=("--page-size", "64")),
+]
+# Upstream takes the window of a window-first conv slot for its channels when the TP sizes differ, scrambles the rows of
+# the slot and writes into the next one (docs/upstream_faults.md).
+WRONG_UPSTREAM = Setup("p2_d1", conv_layout=WINDOW_FIRST)
+
+on_every_fleet = pytest.mark.parametrize("served", EQUAL, ids=lambda setup: setup.id, indirect=True)
+# Borders of a chunk, and a prompt of several chunks. One token is the shortest prompt that there is.
+LENGTHS = [1, 2, 43, CHUNK - 1, CHUNK, CHUNK + 1, 600]
+
+
+@on_every_fleet
+def test_tokens_and_accept_lengths_equal_transformers(served):
+    for length in LENGTHS:
+        prompt = served.prompt(length)
+        answer = served.ask(prompt)
+        tokens, speculation = served.reference(prompt)
+        assert answer.tokens == tokens, f"prompt of {length} tokens"
+        assert counters(answer) == speculation, f"prompt of {length} tokens"
+        assert answer.prompt_tokens == length
+    role = "mixed" if served.setup.topology.startswith("mixed") else "prefill"
+    chunks = re.findall(rf"Prefill batch.*#new-token: {CHUNK},", served.log(role))
+    assert len(chunks) >= 4, "the long prompts were not prefilled in chunks"
+
+
+@on_every_fleet
+def test_eight_requests_at_the_same_time(served):
+    prompts = [served.prompt(length, seed=1) for length in (3, 17, 64, 65, 130, 200, CHUNK + 40, 500)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(served.ask, prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens, speculation = served.reference(prompt)
+        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
+        assert counters(answer) == speculation, f"prompt of {len(prompt)} tokens"
+
+
+@pytest.mark.parametrize("served", [UNDIVIDED, DIVIDED], ids=lambda setup: setup.id, indirect=True)
+def test_chat_streams_the_text_of_the_same_prompt(served):
+    """/v1/chat/completions applies the chat template; /generate of the templated text must say the same."""
+    from transformers import AutoTokenizer
+
+    question = "Why are there as many stoves as cutting boards?"
+    tokenizer = AutoTokenizer.from_pretrained(served.model_path)
+    templated = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+    )
+    chat = served.client.chat(question, 16)
+    plain = served.client.generate(templated, 16)
+    assert chat.text == plain.text
+    assert (chat.prompt_tokens, chat.completion_tokens) == (plain.prompt_tokens, 16)
+
+
+@pytest.mark.parametrize("served", [PREFIX_CACHE], ids=lambda setup: setup.id, indirect=True)
+def test_a_cached_prefix_gives_the_same_tokens(served):
+    prompt = served.prompt(120, seed=2)
+    longer = prompt + served.prompt(30, seed=3)
+    assert served.ask(prompt).tokens == served.reference(prompt)[0]
+    again = served.ask(longer)
+    assert again.meta["cached_tokens"] > 0, "the prefix cache was not used"
+    assert again.tokens == served.reference(longer)[0]
+
+
+@pytest.mark.parametrize("served", [DIVIDED], ids=lambda setup: setup.id, indirect=True)
+def test_rust_router(served, rust_router):
+    """One smoke test: the production router before the same servers."""
+    prompt = served.prompt(43)
+    assert Client(rust_router(served)).generate(prompt, 16).tokens == served.reference(prompt, 16)[0]
+
+
+@pytest.mark.parametrize("served", [WRONG_UPSTREAM], ids=lambda setup: setup.id, indirect=True)
+def test_known_upstream_fault_window_first_with_unequal_tp(served):
+    """Stock transfer corrupts the conv state in silence: no error, other tokens after the first few.
+
+    A later version of this package repairs it; then this set-up moves to EQUAL and this test goes.
+    """
+    wrong = 0
+    for length in LENGTHS[2:]:
+        prompt = served.prompt(length)
+        answer = served.ask(prompt)
+        tokens, _ = served.reference(prompt)
+        assert answer.tokens[0] == tokens[0], "the first token comes from prefill, which is right"
+        assert answer.completion_tokens == len(tokens)
+        wrong += answer.tokens != tokens
+    # The state forgets: now and then a short continuation comes out right by luck.
+    assert wrong > len(LENGTHS[2:]) / 2, "upstream's transfer of window-first conv states has changed: see above"
