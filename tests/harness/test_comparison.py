@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from . import Component, Difference, Geometry, Harness, Leftovers, Pair, Result
+from . import Component, Difference, Geometry, Handoff, Harness, Leftovers, Pair, Result
 
+GEOMETRY = Geometry()
 TOKENS = 100
 SEED = 7
 FLIP = 0x40
@@ -14,27 +14,26 @@ FLIP = 0x40
 
 @pytest.fixture(scope="module")
 def pair(harness: Harness) -> Iterator[Pair]:
-    with harness.pair(Geometry(), prefill_tp=1, decode_tp=1) as running:
+    with harness.pair(GEOMETRY, prefill_tp=1, decode_tp=1) as running:
         yield running
 
 
-def handoff_with_flip(pair: Pair, component: Component, layer: int, coordinates: tuple[int, ...]) -> list[Difference]:
-    """Differences after one bit of one element was flipped; a first coordinate -1 is the request's first item, and -2
-    an item of no request."""
+def handoff_with_flip(
+    pair: Pair, component: Component, layer: int, inside: tuple[int, ...], *, foreign: bool = False
+) -> Difference:
+    """The one difference after one bit was flipped at `inside`, in the request's first item or in one of no request."""
+    touched: list[tuple[int, ...]] = []
 
     def flip(pair: Pair, result: Result) -> None:
         owned = result.decode[0].items(component)
-        item = owned[0] if coordinates[0] == -1 else next(index for index in range(1, 6) if index not in owned)
-        touched.append((item, *coordinates[1:]))
+        item = next(index for index in range(GEOMETRY.slots) if index not in owned) if foreign else owned[0]
+        touched.append((item, *inside))
         pair.decode[0].call("poke", component, layer, touched[0], FLIP)
 
-    from . import Handoff
-
-    touched: list[tuple[int, ...]] = []
     result = pair.handoff_many([Handoff(TOKENS, seed=SEED)], before_compare=flip)
     assert result.succeeded
     assert [difference.coordinates for difference in result.differences] == touched
-    return result.differences
+    return result.differences[0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def handoff_with_flip(pair: Pair, component: Component, layer: int, coordinates:
 def test_a_flipped_bit_is_reported_at_its_place(
     pair: Pair, component: Component, layer: int, inside: tuple[int, ...]
 ) -> None:
-    (difference,) = handoff_with_flip(pair, component, layer, (-1, *inside))
+    difference = handoff_with_flip(pair, component, layer, inside)
     assert (difference.component, difference.layer, difference.elements) == (component, layer, 1)
     assert difference.expected ^ difference.actual == FLIP
     assert difference.foreign_items == ()
@@ -64,7 +63,7 @@ def test_a_flipped_bit_is_reported_at_its_place(
 )
 def test_lost_poison_is_reported_as_foreign(pair: Pair, component: Component, inside: tuple[int, ...]) -> None:
     layer = 1 if component is Component.KEY else 0
-    (difference,) = handoff_with_flip(pair, component, layer, (-2, *inside))
+    difference = handoff_with_flip(pair, component, layer, inside, foreign=True)
     assert difference.foreign_items == (difference.coordinates[0],)
     poison = (1 << 8 * difference.itemsize) - 1
     assert difference.expected == poison
@@ -82,17 +81,16 @@ def test_the_page_tail_is_compared(pair: Pair) -> None:
     last_page = result.decode[0].pages[-1]
     for difference in result.differences:
         assert difference.items == (last_page,)
-        assert difference.coordinates == (last_page, TOKENS % 64, 0, 0)
+        assert difference.coordinates == (last_page, TOKENS % GEOMETRY.page_size, 0, 0)
 
 
 def test_a_missing_transfer_is_reported_for_every_buffer_with_a_state(pair: Pair) -> None:
     def poison_again(pair: Pair, _: Result) -> None:
         pair.decode[0].call("poison", 0xFF)
 
-    from . import Handoff
-
     result = pair.handoff_many([Handoff(TOKENS, seed=SEED)], before_compare=poison_again)
     assert {difference.component for difference in result.differences} == set(Component)
     key = next(difference for difference in result.differences if difference.component is Component.KEY)
-    heads, channels = Geometry().kv_heads, Geometry().head_dim
-    assert key.elements == np.prod([2 * 64, heads, channels]), "two pages, the tail of the second included"
+    pages = -(-TOKENS // GEOMETRY.page_size)
+    per_page = GEOMETRY.page_size * GEOMETRY.kv_heads * GEOMETRY.head_dim
+    assert key.elements == pages * per_page, "the tail of the last page included"

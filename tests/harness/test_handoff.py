@@ -9,6 +9,7 @@ import pytest
 from sglang_hetero.cpu.layout import ConvLayout
 
 from . import Geometry, Handoff, Harness, Pair
+from .errors import CommandFailed
 from .upstream_faults import KNOWN_UPSTREAM_FAULTS
 
 SMALL = Geometry()
@@ -84,3 +85,11 @@ def test_upstream_fails_a_long_prompt_and_from_then_on_every_prompt(harness: Har
     assert before.succeeded and not before.differences
     assert not long.succeeded
     assert not after.succeeded, "upstream recovers now: delete this test"
+
+
+def test_sides_of_different_geometry_are_refused_with_upstreams_reason(harness: Harness) -> None:
+    with (
+        harness.pair(SMALL, prefill_tp=1, decode_tp=1, decode_geometry=replace(SMALL, page_size=128)) as pair,
+        pytest.raises(CommandFailed, match="Page size mismatch: prefill server has page_size=64"),
+    ):
+        pair.handoff(tokens=10)

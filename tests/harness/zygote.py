@@ -5,6 +5,7 @@ pool. It dies with the process that started it, and the ranks die with it.
 """
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,15 @@ from multiprocessing.connection import Connection
 
 _PR_SET_PDEATHSIG = 1
 PRELOAD = "preload"
+PRELOADED = (
+    # First of all, as in SGLang's own scheduler processes: plugins look for it.
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.disagg_service",
+    "sglang.srt.disaggregation.mooncake.conn",
+    "aiohttp.web",
+    f"{__package__}.rank",
+)
+"""Modules of the ranks. Not `mooncake.engine`: it starts threads when it is imported."""
 MESSAGE_BYTES = 4096
 """Upper bound of one command; commands are small JSON objects in one SOCK_SEQPACKET message."""
 
@@ -27,9 +37,8 @@ def die_with_parent(parent: int) -> None:
 
 def preload() -> None:
     """Import what the ranks need. Plugins are loaded in each rank, because what they do depends on its environment."""
-    import aiohttp.web  # noqa: F401
-
-    from . import rank  # noqa: F401
+    for module in PRELOADED:
+        importlib.import_module(module)
 
 
 def threads() -> int:
@@ -116,6 +125,7 @@ def _become_rank(control: socket.socket, parent: int, fd: int, log: str, environ
 
         from .rank import serve
 
+        preload()
         load_plugins()
         serve(Connection(fd))
         code = 0

@@ -1,0 +1,112 @@
+"""Bad input ends with one clear line and exit status 1, before anything is started."""
+
+import os
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from sglang_hetero import cli
+from sglang_hetero.launcher import fleet as fleet_module
+from sglang_hetero.launcher.fleet import LOG_BYTES
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(fleet_module, "Supervised", refuse)
+    monkeypatch.setattr(fleet_module.models, "path", lambda _name: tmp_path)
+    monkeypatch.setattr(fleet_module.enable, "status", lambda: namedtuple("Status", "enabled conflict")(True, None))
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that the command ends with."""
+    assert cli.main(arguments) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("sglang-hetero: ")
+    return lines[0]
+
+
+def test_unknown_topology(capsys):
+    assert "unknown topology 'p2'" in fails(capsys, "up", "p2")
+
+
+def test_unknown_model_lists_the_names(capsys):
+    line = fails(capsys, "up", "p2_d1", "--model", "llama")
+    assert "'llama'" in line
+    assert "tiny-moe" in line
+
+
+def test_model_that_does_not_fit_the_topology(capsys):
+    assert "prefill0 splits heads over 3 ranks, but tiny has 8" in fails(capsys, "up", "p3_d1")
+
+
+def test_busy_port(capsys, tmp_path):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        line = fails(capsys, "up", "p2_d1", "--port", str(port), "--log-dir", str(tmp_path))
+    assert f"--port {port}: the port is in use on 127.0.0.1 (pid {os.getpid()}" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--mtp", "-1"), "--mtp -1: the depth is 0 (off) to 16"),
+        (("--mtp", "17"), "--mtp 17"),
+        (("--page-size", "0"), "--page-size 0: must be larger than 0"),
+        (("--chunk", "100", "--page-size", "64"), "--chunk 100 is not a multiple of --page-size 64"),
+        (("--radix-cache", "--page-size", "64"), "--radix-cache with --page-size 64"),
+        (("--max-requests", "0"), "--max-requests 0"),
+        (("--port", "70000"), "--port 70000: a TCP port is 1 to 65535"),
+    ],
+)
+def test_options_that_cannot_work(capsys, tmp_path, arguments, reason):
+    assert reason in fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path), *arguments)
+
+
+def test_log_folder_that_cannot_be_made(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    line = fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path / "file"))
+    assert str(tmp_path / "file") in line
+    assert "--log-dir" in line
+
+
+def test_no_disk_space(capsys, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=LOG_BYTES - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+    assert "MB are needed" in fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path))
+
+
+def test_platform_switched_off(capsys, monkeypatch):
+    status = namedtuple("Status", "enabled conflict")(False, "torch is built for cuda 13.0")
+    monkeypatch.setattr(fleet_module.enable, "status", lambda: status)
+    line = fails(capsys, "up", "p2_d1")
+    assert "torch is built for cuda 13.0" in line
+    assert "sglang-hetero cpu enable" in line
+
+
+def test_good_input_would_start_a_process(tmp_path):
+    """The fixture above would notice: the refusals of this module are not refusals of everything."""
+    with pytest.raises(AssertionError, match="a process was started"):
+        cli.main(("up", "p2_d1", "--mtp", "3", "--log-dir", str(tmp_path)))
+
+
+@pytest.mark.parametrize("command", [(), ("up",), ("demo",), ("models",), ("cpu",)])
+def test_help_has_examples(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        cli.main((*command, "--help"))
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "example" in text
+
+
+def test_models_lists_every_model(capsys):
+    assert cli.main(("models",)) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == fleet_module.models.names()

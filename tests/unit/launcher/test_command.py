@@ -1,0 +1,88 @@
+"""Command lines of servers and routers: what the topology and options turn into."""
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, ConvLayout
+from sglang_hetero.launcher import command, topology
+from sglang_hetero.launcher.command import Endpoint
+from sglang_hetero.launcher.options import DType, Options, Router
+
+ENDPOINT = Endpoint("127.0.0.1", 20000, 20001, bootstrap_port=20002, dist_port=20010)
+
+
+def server(name: str, index: int, options: Options) -> list[str]:
+    return command.server_command("/models/tiny", options, topology.parse(name).instances[index], ENDPOINT)
+
+
+def value(line: list[str], flag: str) -> str:
+    return line[line.index(flag) + 1]
+
+
+def test_prefill_and_decode_servers():
+    prefill = server("p2_d1", 0, Options())
+    decode = command.server_command(
+        "/models/tiny", Options(), topology.parse("p2_d1").instances[1], replace(ENDPOINT, bootstrap_port=None)
+    )
+    assert [value(line, "--disaggregation-mode") for line in (prefill, decode)] == ["prefill", "decode"]
+    assert [value(line, "--tp-size") for line in (prefill, decode)] == ["2", "1"]
+    assert value(prefill, "--disaggregation-bootstrap-port") == "20002"
+    assert "--disaggregation-bootstrap-port" not in decode
+    assert "--disaggregation-mode" not in server("mixed_tp2", 0, Options())
+
+
+def test_attention_dp_gets_its_address():
+    line = server("p1_d4dp2", 1, Options())
+    assert value(line, "--tp-size") == "4"
+    assert value(line, "--dp-size") == "2"
+    assert value(line, "--dist-init-addr") == "127.0.0.1:20010"
+    assert "--dp-size" not in server("p1_d4", 1, Options())
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5])
+def test_speculation_is_a_chain_of_the_asked_depth(depth):
+    line = server("mixed_tp1", 0, Options(mtp=depth))
+    assert value(line, "--speculative-num-steps") == str(depth)
+    assert value(line, "--speculative-num-draft-tokens") == str(depth + 1)
+    assert value(line, "--speculative-eagle-topk") == "1"
+
+
+def test_without_speculation_no_flag_of_it():
+    assert not [flag for flag in server("mixed_tp1", 0, Options()) if "speculative" in flag]
+
+
+def test_prefix_cache():
+    assert "--disable-radix-cache" in server("mixed_tp1", 0, Options())
+    line = server("mixed_tp1", 0, Options(radix_cache=True))
+    assert "--disable-radix-cache" not in line
+    assert value(line, "--mamba-radix-cache-strategy") == "no_buffer"
+
+
+def test_arguments_of_the_user_come_last():
+    line = server("mixed_tp1", 0, Options(server_arguments=("--log-level", "debug")))
+    assert line[-2:] == ["--log-level", "debug"]
+
+
+def test_environment(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
+    prefill, decode = topology.parse("p4_d1").instances
+    options = Options(conv_layout=ConvLayout.WINDOW_FIRST, dtype=DType.BFLOAT16)
+    env = command.server_env({"HOME": "/home/x"}, options, prefill, 5)
+    assert env["HOME"] == "/home/x"
+    assert env[CONV_LAYOUT_ENV] == "window_first"
+    assert env["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|0|1"
+    # The fifth rank of the machine: the CPUs go round.
+    assert command.server_env({}, options, decode, 5)["SGLANG_CPU_OMP_THREADS_BIND"] == "0"
+
+
+def test_router_lines():
+    prefills = [ENDPOINT, replace(ENDPOINT, port=20100, bootstrap_port=20102)]
+    decodes = [replace(ENDPOINT, port=20200, bootstrap_port=None)]
+    mini = command.router_command(Router.MINI, "127.0.0.1", 30000, prefills, decodes)
+    assert "--mini-lb" in mini
+    joined = " ".join(mini)
+    assert "--prefill http://127.0.0.1:20000 20002 --prefill http://127.0.0.1:20100 20102" in joined
+    assert "--decode http://127.0.0.1:20200" in joined
+    assert "--mini-lb" not in command.router_command(Router.RUST, "127.0.0.1", 30000, prefills, decodes)
