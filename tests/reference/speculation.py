@@ -111,7 +111,7 @@ class _Drafter:
 
     def draft(self, confirmed: int, depth: int) -> list[int]:
         """`depth` guesses after the first `confirmed` tokens of the text."""
-        entries = confirmed - 2  # the last token has no hidden state yet
+        entries = confirmed - 1  # the last token has no hidden state yet
         cache = self._head.empty_cache()
         cache.update(self._keys[:, :, :entries], self._values[:, :, :entries], 0)
         state, guess = self._states[entries - 1 : entries], self._guesses[entries - 1 : entries]
