@@ -1,5 +1,6 @@
 """A small HTTP client for SGLang's endpoints; what the demo, the tests and the benchmarks send requests with."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ class Generation:
     """One finished request.
 
     text: what was generated; tokens: its token ids (empty through the chat endpoint, which returns none);
-    prompt_tokens, completion_tokens: counts; seconds: from sending to the last byte; meta: SGLang's meta_info.
+    prompt_tokens, completion_tokens: counts; seconds: from sending to the last byte; meta: SGLang's meta_info;
+    logprobs: natural logarithm of each token's probability (empty unless asked for).
     """
 
     text: str
@@ -33,6 +35,7 @@ class Generation:
     completion_tokens: int
     seconds: float
     meta: dict[str, Any] = field(default_factory=dict)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,19 +59,25 @@ class Client:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The data objects of a server-sent-event stream; raises `RequestFailed` for an HTTP or in-stream error."""
+    @contextlib.contextmanager
+    def _post(self, path: str, body: dict[str, Any]) -> Iterator[requests.Response]:
+        """The response to a POST, not yet read; raises `RequestFailed` for an HTTP error or a lost connection."""
         with requests.Session() as session:
-            session.trust_env = False
+            session.trust_env = False  # a proxy of the environment must not see loopback
             try:
                 response = session.post(
                     f"{self.url}{path}", json=body, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS)
                 )
                 if response.status_code != requests.codes.ok:
                     raise RequestFailed(f"{self.url}{path}: HTTP {response.status_code}: {response.text[:500]}")
-                yield from self._events(path, response)
+                yield response
             except requests.RequestException as error:
                 raise RequestFailed(f"{self.url}{path}: {error}") from error
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The data objects of a server-sent-event stream; raises `RequestFailed` also for an error inside it."""
+        with self._post(path, body | {"stream": True}) as response:
+            yield from self._events(path, response)
 
     def _events(self, path: str, response: requests.Response) -> Iterator[dict[str, Any]]:
         for line in response.iter_lines():
@@ -86,25 +95,32 @@ class Client:
             yield event
         raise RequestFailed(f"{self.url}{path}: the stream ended before [DONE]")
 
-    def generate(self, prompt: str | list[int], tokens: int, **sampling: Any) -> Generation:
-        """Greedy `/generate`, streamed; `prompt` is a text or token ids. Always `tokens` tokens (ignore_eos)."""
-        body = {
+    def generate(self, prompt: str | list[int], tokens: int, logprobs: bool = False) -> Generation:
+        """Greedy `/generate` of exactly `tokens` tokens (ignore_eos); `prompt` is a text or token ids.
+
+        Streamed, except with `logprobs`: the mini load balancer cannot stream those.
+        """
+        body: dict[str, Any] = {
             ("text" if isinstance(prompt, str) else "input_ids"): prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True} | sampling,
-            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
         }
         start = time.perf_counter()
-        last: dict[str, Any] = {}
         ids: list[int] = []
-        for event in self._stream("/generate", body):
-            last = event
-            ids = _join(ids, event.get("output_ids", []), event["meta_info"]["completion_tokens"])
+        if logprobs:
+            with self._post("/generate", body | {"return_logprob": True}) as response:
+                last = response.json()
+            ids = last["output_ids"]
+        else:
+            for event in self._stream("/generate", body):
+                last = event
+                ids = _join(ids, event.get("output_ids", []), event["meta_info"]["completion_tokens"])
         seconds = time.perf_counter() - start
         meta = last["meta_info"]
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise RequestFailed(f"{self.url}/generate: aborted: {reason.get('message')}")
-        return Generation(last["text"], ids, meta["prompt_tokens"], meta["completion_tokens"], seconds, meta)
+        values = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+        return Generation(last["text"], ids, meta["prompt_tokens"], meta["completion_tokens"], seconds, meta, values)
 
     def chat(self, content: str, tokens: int) -> Generation:
         """Greedy `/v1/chat/completions`, streamed: one user message."""
@@ -114,7 +130,6 @@ class Client:
             "temperature": 0,
             "max_tokens": tokens,
             "ignore_eos": True,
-            "stream": True,
             "stream_options": {"include_usage": True},
         }
         start = time.perf_counter()

@@ -105,6 +105,17 @@ def _pool_with_layout(init: Callable[..., None]) -> Callable[..., None]:
     return init_with_layout
 
 
+def _prefill_keeps_draft_rows(skips: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether a prefill's linear-state pool leaves out what only a verify needs: never in the layout of an NPU.
+
+    Upstream asks for the platform here: on an NPU the pool is told the draft tokens on prefill, too, so that the slots
+    of both sides have equally many rows.
+    """
+    if conv_layout_from_env() is ConvLayout.CHANNELS_FIRST:
+        return skips
+    return lambda: False
+
+
 def _no_cuda_synchronize(synchronize: Callable[..., None]) -> Callable[..., None]:
     import torch
 
@@ -212,6 +223,13 @@ def gaps() -> tuple[Gap, ...]:
             _pool_with_layout,
             owner="MambaPool",
             parameters=("self", "size", "cache_params", "speculative_num_draft_tokens"),
+        ),
+        Gap(
+            "sglang.srt.mem_cache.kv_cache_configurator",
+            "_pd_prefill_skips_mamba_spec_state",
+            "off an NPU a prefill's conv slots have no rows for draft tokens, in the layout of an NPU they have",
+            _prefill_keeps_draft_rows,
+            parameters=(),
         ),
     )
 

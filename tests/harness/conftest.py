@@ -1,16 +1,17 @@
 """One zygote for all tests of the harness."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
-
-pytest.importorskip("sglang", reason="the harness runs SGLang's own managers (docs/setup.md)")
-pytest.importorskip("mooncake", reason="upstream's transfer path needs Mooncake (docs/setup.md)")
 
 from . import Harness
 
 
 @pytest.fixture(scope="session")
 def harness() -> Iterator[Harness]:
+    missing = [name for name in ("sglang", "mooncake") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed (docs/setup.md)")
     with Harness() as running:
         yield running

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
@@ -116,8 +116,9 @@ class Pair:
     ) -> Result:
         """Hand requests over at the same time, chunks interleaved, and compare the decode side.
 
-        `before_compare` may touch the decode ranks between the transfer and the comparison. Raises HarnessTimeout
-        when a request neither arrives nor fails.
+        `before_compare` may touch the decode ranks between the transfer and the comparison; its Result has no outcomes
+        yet. Raises HarnessTimeout when a request neither arrives nor fails, CommandFailed when a rank raises, RankDied
+        when one ends; the pair is of no more use then.
         """
         rooms = [next(self._rooms) for _ in handoffs]
         requests = [Request(room, handoff.tokens, handoff.seed) for room, handoff in zip(rooms, handoffs, strict=True)]
@@ -147,7 +148,7 @@ class Pair:
         outcomes = tuple(
             Outcome(poll == SUCCESS, tuple(filter(None, why))) for poll, why in zip(polls, reasons, strict=True)
         )
-        return Result(outcomes, differences, result.prefill, result.decode, result.seconds)
+        return replace(result, outcomes=outcomes, differences=differences)
 
     def close(self) -> None:
         """End every process of the pair."""

@@ -12,9 +12,10 @@ import torch
 
 from sglang_hetero.cpu.layout import ConvLayout
 
-from .expectation import PAGED, Buffer, Shard
+from .expectation import PAGED, Buffer
 from .geometry import Geometry
 from .oracle import Bits, Component, bits_dtype
+from .sides import Shard
 
 DEVICE = "cpu"
 

@@ -57,7 +57,7 @@ def test_a_silent_rank_is_a_timeout(harness: Harness) -> None:
         os.kill(pair.decode[0].pid, signal.SIGCONT)
 
 
-def test_nothing_outlives_the_test_process() -> None:
+def test_nothing_outlives_the_test_process(tmp_path: Path) -> None:
     package = __package__ or ""
     root = Path(__file__).resolve().parents[package.count(".") + 1]
     script = (
@@ -72,7 +72,8 @@ def test_nothing_outlives_the_test_process() -> None:
         cwd=root,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        # Killed, the owner cannot remove its logs; pytest does.
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path)},
     )
     assert owner.stdout is not None
     pids = [int(pid) for pid in owner.stdout.readline().split()]

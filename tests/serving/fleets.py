@@ -14,7 +14,7 @@ import psutil
 
 from sglang_hetero import models
 from sglang_hetero.client import Client, Generation
-from tests.reference import Speculation, greedy, greedy_with_mtp
+from tests.reference import Continuation, Speculation, greedy, greedy_with_mtp
 
 # A busy machine needs several times the 40 to 90 s of a quiet one.
 START_SECONDS = 900
@@ -23,6 +23,9 @@ STOP_SECONDS = 60
 # descriptors that Mooncake's TCP transport takes at a time (docs/cpu.md).
 CHUNK = 256
 OUTPUT_TOKENS = 24
+# fp32 in another order of summation moves a log-probability by up to 5e-6 here. A conv, SSM or key state lost in one
+# layer changes the tokens of only half of the prompts, but moves the first log-probabilities by 1.7e-5 and more.
+LOGPROB_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,24 @@ class Served:
         return random.Random(f"{length} {seed}").choices(range(1, 95), k=length)
 
     def ask(self, prompt: list[int], tokens: int = OUTPUT_TOKENS) -> Generation:
-        return self.client.generate(prompt, tokens)
+        return self.client.generate(prompt, tokens, logprobs=True)
 
-    def reference(self, prompt: list[int], tokens: int = OUTPUT_TOKENS) -> tuple[list[int], dict[str, Any]]:
-        """Tokens and speculation counters (empty without MTP) that transformers gives."""
+    def reference(self, prompt: list[int], tokens: int = OUTPUT_TOKENS) -> Continuation | Speculation:
+        """What transformers gives."""
         if self.setup.mtp == 0:
-            return greedy(self.model_path, [prompt], tokens)[0].tokens, {}
-        speculation: Speculation = greedy_with_mtp(self.model_path, prompt, tokens, self.setup.mtp)
-        return speculation.tokens, speculation.meta_info()
+            return greedy(self.model_path, [prompt], tokens)[0]
+        return greedy_with_mtp(self.model_path, prompt, tokens, self.setup.mtp)
+
+    def check(self, prompt: list[int], answer: Generation) -> None:
+        """Assert that an answer of `ask` is what transformers gives."""
+        what = f"prompt of {len(prompt)} tokens"
+        expected = self.reference(prompt, answer.completion_tokens)
+        assert answer.prompt_tokens == len(prompt)
+        assert answer.tokens == expected.tokens, what
+        assert len(answer.logprobs) == len(expected.logprobs)
+        off = max(abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True))
+        assert off < LOGPROB_TOLERANCE, f"{what}: a log-probability is off by {off}"
+        assert counters(answer) == (expected.meta_info() if isinstance(expected, Speculation) else {}), what
 
     def log(self, role: str) -> str:
         """All that the servers of one role have printed."""
@@ -136,6 +149,8 @@ def start(setup: Setup, log_dir: Path) -> Served:
 
 def stop(served: Served) -> None:
     """Stop a fleet and check that nothing of it is left."""
+    gone = [pid for pid in pids(served.described) if not psutil.pid_exists(pid)]
+    assert not gone, f"{served.setup.id}: processes {gone} died during the tests: {served.described}"
     processes = family(pids(served.described))
     shared = shared_memory(processes)
     started = len(pids(served.described))

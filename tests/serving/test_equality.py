@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sglang_hetero.client import Client
-from tests.serving.fleets import CHUNK, Setup, counters
+from tests.serving.fleets import CHUNK, Setup
 
 WINDOW_FIRST = "window_first"
 
@@ -44,11 +44,7 @@ LENGTHS = [1, 2, 43, CHUNK - 1, CHUNK, CHUNK + 1, 600]
 def test_tokens_and_accept_lengths_equal_transformers(served):
     for length in LENGTHS:
         prompt = served.prompt(length)
-        answer = served.ask(prompt)
-        tokens, speculation = served.reference(prompt)
-        assert answer.tokens == tokens, f"prompt of {length} tokens"
-        assert counters(answer) == speculation, f"prompt of {length} tokens"
-        assert answer.prompt_tokens == length
+        served.check(prompt, served.ask(prompt))
     role = "mixed" if served.setup.topology.startswith("mixed") else "prefill"
     chunks = re.findall(rf"Prefill batch.*#new-token: {CHUNK},", served.log(role))
     assert len(chunks) >= 4, "the long prompts were not prefilled in chunks"
@@ -60,9 +56,7 @@ def test_eight_requests_at_the_same_time(served):
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(served.ask, prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
-        tokens, speculation = served.reference(prompt)
-        assert answer.tokens == tokens, f"prompt of {len(prompt)} tokens"
-        assert counters(answer) == speculation, f"prompt of {len(prompt)} tokens"
+        served.check(prompt, answer)
 
 
 @pytest.mark.parametrize("served", [UNDIVIDED, DIVIDED], ids=lambda setup: setup.id, indirect=True)
@@ -85,17 +79,17 @@ def test_chat_streams_the_text_of_the_same_prompt(served):
 def test_a_cached_prefix_gives_the_same_tokens(served):
     prompt = served.prompt(120, seed=2)
     longer = prompt + served.prompt(30, seed=3)
-    assert served.ask(prompt).tokens == served.reference(prompt)[0]
+    served.check(prompt, served.ask(prompt))
     again = served.ask(longer)
     assert again.meta["cached_tokens"] > 0, "the prefix cache was not used"
-    assert again.tokens == served.reference(longer)[0]
+    served.check(longer, again)
 
 
 @pytest.mark.parametrize("served", [DIVIDED], ids=lambda setup: setup.id, indirect=True)
 def test_rust_router(served, rust_router):
     """One smoke test: the production router before the same servers."""
     prompt = served.prompt(43)
-    assert Client(rust_router(served)).generate(prompt, 16).tokens == served.reference(prompt, 16)[0]
+    assert Client(rust_router(served)).generate(prompt, 16).tokens == served.reference(prompt, 16).tokens
 
 
 @pytest.mark.parametrize("served", [WRONG_UPSTREAM], ids=lambda setup: setup.id, indirect=True)
@@ -108,7 +102,7 @@ def test_known_upstream_fault_window_first_with_unequal_tp(served):
     for length in LENGTHS[2:]:
         prompt = served.prompt(length)
         answer = served.ask(prompt)
-        tokens, _ = served.reference(prompt)
+        tokens = served.reference(prompt).tokens
         assert answer.tokens[0] == tokens[0], "the first token comes from prefill, which is right"
         assert answer.completion_tokens == len(tokens)
         wrong += answer.tokens != tokens

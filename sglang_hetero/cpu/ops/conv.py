@@ -86,7 +86,8 @@ def causal_conv1d_update_cpu(
 ) -> torch.Tensor:
     """One decode step, or the D draft tokens of a verify.
 
-    x [n, dim] or [n, dim, D]; conv_state_indices int [n], -1 = padding (output zero, nothing written).
+    x [n, dim] or [n, dim, D]; conv_state_indices int [n], -1 = padding (output zero, nothing written). The output has
+    the shape of x and lies in memory as [n, D, dim].
     Decode: the slot takes the new inputs. Verify (intermediate_conv_window given, [rows, D, dim, K-1]): the window
     after each draft token goes to row intermediate_state_indices[n] and the slot stays as it was; the commit
     (ops/commit.py) writes the window of the accepted token into it.
@@ -97,7 +98,8 @@ def causal_conv1d_update_cpu(
     _fill_chain_parents(retrieve_next_sibling, retrieve_parent_token, new.shape[-1])
     window = weight.shape[-1] - 1
     live = live_window(conv_states, window, layout)
-    out = torch.zeros_like(new, memory_format=torch.contiguous_format)
+    # Tokens before channels in memory: the caller swaps the two axes and takes a flat view of all tokens.
+    out = new.new_zeros(new.shape[0], new.shape[2], new.shape[1]).transpose(1, 2)
     rows = (conv_state_indices >= 0).nonzero().flatten()
     if rows.numel():
         slots = conv_state_indices[rows].long()

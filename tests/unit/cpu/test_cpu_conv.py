@@ -158,3 +158,25 @@ def test_unknown_activation_is_refused():
     call = partial(conv.causal_conv1d_update_cpu, torch.zeros(1, DIM), torch.zeros(1, DIM, WINDOW))
     with pytest.raises(HeteroError, match="gelu"):
         call(torch.zeros(DIM, KERNEL), None, "gelu", conv_state_indices=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_output_of_a_verify_can_be_viewed_by_token(layout, requests):
+    """Upstream's caller (gdn_backend.py, forward_extend) swaps the axes and flattens all tokens without a copy."""
+    x = torch.randn(requests, DRAFTS, DIM).transpose(1, 2)
+    states = torch.zeros(SLOTS, *pool_slot_shape(DIM, WINDOW, DRAFTS, layout))
+    slots = torch.arange(requests, dtype=torch.int32)
+    out = conv.causal_conv1d_update_cpu(
+        x,
+        states,
+        torch.randn(DIM, KERNEL),
+        None,
+        "silu",
+        slots,
+        intermediate_conv_window=torch.zeros(requests, DRAFTS, DIM, WINDOW),
+        intermediate_state_indices=slots,
+        layout=layout,
+    )
+    assert out.shape == x.shape
+    flat = out.transpose(1, 2).view(requests * DRAFTS, DIM)
+    assert torch.equal(flat[-1], out[-1, :, -1])
