@@ -30,6 +30,7 @@ REQUIREMENTS = ("cpu.lock", "sglang.lock", "dev.lock")
 # The finished environment takes 2.8 GB; pip also unpacks the largest wheels beside it while it works.
 NEEDED_BYTES = 5 * 1000**3
 TORCH_INDEX = "SGLANG_HETERO_TORCH_INDEX"
+PROGRESS_SECONDS = 5
 APT_PACKAGE = "libibverbs1"
 LIBRARY = "libibverbs.so.1"
 
@@ -215,24 +216,28 @@ def make_venv():
 
 def pip_install(arguments, what, total):
     """Run pip with a progress line; on failure raise with pip's own last words."""
-    command = [venv_python(), "-m", "pip", "install", "--no-input", "--disable-pip-version-check", *arguments]
+    quiet = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     start = time.time()
     shown = 0.0
     seen = 0
     tail = []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [venv_python(), "-m", "pip", "install", *quiet, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     for raw in process.stdout:
         line = raw.decode(errors="replace").strip()
-        if not line:
-            continue
         tail = [*tail[-19:], line]
-        if line.startswith("Collecting"):
+        if line.startswith(("Collecting", "Processing")):  # from an index, or from a file
             seen += 1
-        unpacking = line.startswith("Installing collected")
-        if unpacking or time.time() - shown > 5:
+            stage = os.path.basename(line.split()[1])
+        elif line.startswith("Installing collected"):
+            stage = "unpacking, about a minute" if total > 1 else "unpacking"
+            shown = 0.0
+        else:
+            continue
+        if time.time() - shown > PROGRESS_SECONDS:
             shown = time.time()
-            stage = "unpacking (about a minute)" if unpacking else line.split(" (from")[0][:60]
-            say("{}: {}/{} packages, {:.0f} s, {}".format(what, seen, total, shown - start, stage))
+            say("{}: {}/{}, {:.0f} s, {}".format(what, seen, total, shown - start, stage))
     if process.wait():
         errors = [line for line in tail if "ERROR" in line or "Errno" in line] or tail[-1:] or ["no output"]
         raise SetupError("pip could not install {}: {}".format(what, errors[0]))
@@ -244,7 +249,7 @@ def install(broken):
         extra = ["--extra-index-url", os.environ[TORCH_INDEX]]
     if broken:
         # Everything is pinned, so no resolver is wanted; SGLang's own requirements are its CUDA tree.
-        pip_install(["--no-deps", "--force-reinstall", *extra, *broken], "the locked packages", len(broken))
+        pip_install(["--no-deps", "--force-reinstall", *extra, *broken], "packages", len(broken))
     pip_install(["--no-deps", "--no-build-isolation", "-e", ROOT], "sglang-hetero itself", 1)
 
 

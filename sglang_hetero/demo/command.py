@@ -1,13 +1,11 @@
 """`sglang-hetero demo`: the same prompts on a prefill/decode pair and on one undivided server, compared."""
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import resources
-from types import FrameType
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +14,7 @@ from sglang_hetero.client import Client, Generation
 from sglang_hetero.launcher import flags, topology
 from sglang_hetero.launcher.fleet import Fleet
 from sglang_hetero.launcher.options import Options
+from sglang_hetero.launcher.stopping import Stopped, raise_on_signals
 
 DISAGGREGATED = "p2_d1"
 UNDIVIDED = "mixed_tp1"
@@ -97,15 +96,6 @@ def _table(name: str, todo: list[Request], divided: list[Generation], undivided:
     return table
 
 
-class _Stop(Exception):
-    """SIGTERM arrived."""
-
-
-def _on_sigterm(_number: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise _Stop
-
-
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command."""
     parser = commands.add_parser(
@@ -122,14 +112,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 and prints PASS when every output is the same, else 1 and FAIL."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    raise_on_signals()
     options = flags.options(arguments, tuple(arguments.server_arguments))
     todo = _requests(arguments.tokens)
     start = time.monotonic()
     try:
         divided = _serve(arguments.topology, options, todo)
         undivided = _serve(UNDIVIDED, options, todo)
-    except _Stop:
+    except Stopped:
         _say("demo: stopped")
         return 1
     Console(width=120 if not sys.stdout.isatty() else None).print(_table(arguments.topology, todo, divided, undivided))

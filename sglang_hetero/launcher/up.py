@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import signal
 import sys
 import time
-from types import FrameType
 
 from sglang_hetero.launcher import flags, topology
 from sglang_hetero.launcher.fleet import Fleet
 from sglang_hetero.launcher.options import Options
+from sglang_hetero.launcher.stopping import Stopped, raise_on_signals
 
 WATCH_SECONDS = 0.5
 
@@ -22,17 +21,6 @@ EXAMPLES = """examples:
 
 It prints `READY <router url>` (with --json one line of JSON instead), runs until Ctrl-C or SIGTERM and stops exactly
 the processes that it started, also when it is killed itself."""
-
-
-class _Stop(Exception):
-    """SIGTERM or SIGINT arrived."""
-
-
-def _on_signal(_number: int, _frame: FrameType | None) -> None:
-    # Once is enough: a second signal must not interrupt the stopping.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise _Stop
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -52,14 +40,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Start, announce, watch, stop. Returns 0 after a signal; a process that dies raises `ProcessDied`."""
     fleet = Fleet(topology.parse(arguments.topology), flags.options(arguments, tuple(arguments.server_arguments)))
-    signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGINT, _on_signal)
+    raise_on_signals()
     try:
         with fleet:
             print(json.dumps(fleet.describe()) if arguments.json else f"READY {fleet.url}", flush=True)
             while True:
                 fleet.check()
                 time.sleep(WATCH_SECONDS)
-    except _Stop:
+    except Stopped:
         print(f"{fleet.topology.name}: stopped", file=sys.stderr)
         return 0
