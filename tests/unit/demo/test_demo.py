@@ -1,0 +1,81 @@
+"""The demo's verdict: PASS and 0 only when every output is the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from sglang_hetero import cli
+from sglang_hetero.client import Generation
+from sglang_hetero.demo import command
+
+ANSWER = Generation(
+    text="abc",
+    tokens=[65, 66, 67],
+    prompt_tokens=10,
+    completion_tokens=3,
+    seconds=0.5,
+    meta={"spec_accept_length": 1.5, "spec_correct_drafts_histogram": [1, 1]},
+)
+
+DIFFERENCES = {
+    "token": replace(ANSWER, tokens=[65, 66, 68]),
+    "text": replace(ANSWER, text="abd"),
+    "count": replace(ANSWER, completion_tokens=2),
+    "accepted drafts": replace(ANSWER, meta={"spec_correct_drafts_histogram": [0, 2]}),
+    "no speculation": replace(ANSWER, meta={}),
+}
+
+
+def test_equal_outputs_are_the_same_however_long_they_took():
+    assert command.same(ANSWER, replace(ANSWER, seconds=9.0))
+
+
+@pytest.mark.parametrize("other", DIFFERENCES.values(), ids=DIFFERENCES.keys())
+def test_any_difference_counts(other):
+    assert not command.same(ANSWER, other)
+
+
+def served(monkeypatch, answers):
+    """Replace the servers by prepared answers per topology; gives the requests that were asked for."""
+    asked = []
+
+    def serve(name, options, todo):
+        asked.append((name, options, todo))
+        return [answers[name](i) for i in range(len(todo))]
+
+    monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setattr(command, "raise_on_signals", lambda: None)
+    return asked
+
+
+def test_pass(monkeypatch, capsys):
+    asked = served(monkeypatch, {"p2_d1": lambda _i: ANSWER, "mixed_tp1": lambda _i: ANSWER})
+    assert cli.main(["demo"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("\nPASS")
+    (divided, options, requests), (undivided, other_options, _) = asked
+    assert (divided, undivided) == ("p2_d1", "mixed_tp1")
+    assert options == other_options
+    assert options.mtp == 3
+    assert {request.endpoint for request in requests} == {"/v1/chat/completions", "/generate"}
+
+
+def test_one_difference_fails(monkeypatch, capsys):
+    wrong = DIFFERENCES["token"]
+    served(monkeypatch, {"p2_d1": lambda i: wrong if i == 2 else ANSWER, "mixed_tp1": lambda _i: ANSWER})
+    assert cli.main(["demo"]) == 1
+    output = capsys.readouterr().out
+    assert output.count("DIFFERENT") == 1
+    assert output.rstrip().endswith("\nFAIL")
+
+
+def test_prompts_are_a_page_or_more():
+    """A page is about 2,000 characters."""
+
+    class Recorder:
+        def generate(self, text, tokens):
+            return text
+
+    texts = [request.send(Recorder()) for request in command._requests(8) if request.endpoint == "/generate"]
+    assert len(texts) >= 3
+    assert min(len(text) for text in texts) >= 2000
+    assert len(set(texts)) == len(texts)
