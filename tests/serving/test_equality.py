@@ -33,8 +33,8 @@ EQUAL = [
     Setup("p2_d2dp2", model="tiny-moe", options=("--page-size", "64")),
 ]
 BFLOAT16 = Setup("p2_d1", options=("--dtype", "bfloat16"))
-# Seven bits of mantissa moved the log-probabilities of these models by up to 0.05. A small fault hides in that: the fp32
-# set-ups find it, this one shows that bf16 goes through every op and the transfer.
+# Seven bits of mantissa moved the log-probabilities of these models by up to 0.05. A small fault hides in that: the
+# fp32 set-ups find it, this one shows that bf16 goes through every op and the transfer.
 BFLOAT16_TOLERANCE = 0.15
 # Upstream takes the window of a window-first conv slot for its channels when the TP sizes differ, scrambles the rows of
 # the slot and writes into the next one (docs/upstream_faults.md).
