@@ -4,18 +4,22 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test unit lint format bench clean
 
 help:
+	@echo "make setup   make or repair .venv, as all of these but clean do first"
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
 	@echo "make test    all tests (about 20 minutes on 2 cores)"
 	@echo "make unit    the tests that start no server (about 2 minutes)"
 	@echo "make lint    ruff format, ruff check, mypy"
+	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   the 16,384-token prefill on the CPU reference platform"
-	@echo "make clean   remove .venv and out/"
+	@echo "make clean   remove .venv and $(OUT)/"
 
 setup:
-	@$(PYTHON) scripts/setup_env.py
+	@command -v "$(PYTHON)" >/dev/null || { echo >&2 \
+	  "setup: Python 3.11 is needed: install it, or name it with make setup PYTHON=/path/to/python3.11"; exit 1; }
+	@"$(PYTHON)" scripts/setup_env.py
 
 demo: setup
 	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo

@@ -57,8 +57,9 @@ def measure(client: Client, tokens: int, rounds: int) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"prompt length (default: {TOKENS})")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--tokens", type=flags.positive, default=TOKENS, help=f"prompt length (default: {TOKENS})")
+    parser.add_argument("--rounds", type=flags.positive, default=ROUNDS)
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="exit status 1 when the median is above")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     flags.add(parser, Options(max_tokens=TOKENS + 4096))
     arguments = parser.parse_args()
@@ -69,7 +70,7 @@ def main() -> int:
         with Fleet(topology.parse("mixed_tp1"), options) as fleet:
             client = Client(fleet.url)
             client.generate(list(range(64)), 4)  # warm-up
-            lengths = [arguments.tokens // 4, arguments.tokens]
+            lengths = [max(1, arguments.tokens // 4), arguments.tokens]
             results = {length: measure(client, length, arguments.rounds) for length in lengths}
     except HeteroError as error:
         print(f"prefill_cpu: {error}", file=sys.stderr)
@@ -92,6 +93,10 @@ def main() -> int:
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    median = statistics.median(results[arguments.tokens])
+    if arguments.limit is not None and median > arguments.limit:
+        print(f"prefill_cpu: {median:.1f} s is above the limit of {arguments.limit:.0f} s", file=sys.stderr)
+        return 1
     return 0
 
 

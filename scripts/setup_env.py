@@ -3,44 +3,62 @@
 Runs on the system's Python before anything is installed: standard library only, and a syntax that an old
 Python can still parse, so that a wrong version gets a sentence instead of a SyntaxError.
 
-A second run costs a second or two: a stamp says which locks the environment was made from, and every file
-that a locked package recorded at its installation is looked up (existence and size), so that a broken or
-half-made environment is found and mended before anything is started from it.
+A second run costs about a second: a stamp says what the environment was made from, every file that an installed
+package recorded is looked up (existence and size; venv_packages.py), and the command `sglang-hetero cpu status` is
+run, so that a broken or half-made environment is found and mended before anything is started from it.
 """
 
 import argparse
-import csv
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
-import re
+import platform
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 
+import venv_packages
+from child_process import met_full_disk, met_no_index, met_no_version, reason, run_child
+
 MIN_PYTHON = (3, 11)
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# The real path: a checkout that is reached through a symbolic link is the same one.
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
-STAMP = os.path.join(VENV, ".sglang-hetero-stamp")
 # Beside .venv, not in it: the environment itself may be removed while the lock is held.
 LOCK = os.path.join(ROOT, ".venv.lock")
 REQUIREMENTS = ("cpu.lock", "sglang.lock", "dev.lock")
-# The finished environment takes 2.8 GB; pip also unpacks the largest wheels beside it while it works.
-NEEDED_BYTES = 5 * 1000**3
+OWN = "sglang-hetero"
 TORCH_INDEX = "SGLANG_HETERO_TORCH_INDEX"
-PROGRESS_SECONDS = 5
 APT_PACKAGE = "libibverbs1"
 LIBRARY = "libibverbs.so.1"
+# The finished environment takes 2.8 GB; what pip downloads and unpacks in the temporary folder at most 2/3 of it.
+ENVIRONMENT_BYTES = 3 * 1000**3
+DOWNLOAD_SHARE = 2 / 3
+# The size of a package that has no RECORD (yet).
+LARGE_PACKAGES = ("torch", "triton")
+LARGE_BYTES = 1000**3
+PACKAGE_BYTES = 200 * 1000**2
+PROGRESS_SECONDS = 5
 
 
 class SetupError(Exception):
     """A sentence for the user: what is wrong, and what to do."""
 
 
+class Interrupted(BaseException):
+    """A signal asked us to end; args[0] is its number."""
+
+
 def say(text):
     print("setup: " + text, file=sys.stderr, flush=True)
+
+
+# --- what has to be there before ---------------------------------------------------------------------------------
 
 
 def check_python():
@@ -58,15 +76,6 @@ def check_python():
         ) from None
 
 
-def check_disk():
-    free = shutil.disk_usage(ROOT).free
-    if free < NEEDED_BYTES:
-        raise SetupError(
-            "only {:.1f} GB free on the disk of {}, the environment needs {:.0f} GB while it is made; free some space "
-            "and run again".format(free / 1e9, ROOT, NEEDED_BYTES / 1e9)
-        )
-
-
 def library_loads():
     try:
         ctypes.CDLL(LIBRARY)
@@ -75,7 +84,7 @@ def library_loads():
     return True
 
 
-def check_library():
+def check_library(lock):
     """Mooncake's engine is linked against libibverbs, also where only its TCP transport is used."""
     if library_loads():
         return
@@ -87,15 +96,72 @@ def check_library():
         )
     say("installing the system package {}".format(APT_PACKAGE))
     env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
-    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", APT_PACKAGE]):
-        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        output = done.stdout.decode(errors="replace").strip().splitlines()
+    run_child(["apt-get", "update", "-qq"], lock, env=env)  # where this fails, the next one says what is wrong
+    _, lines = run_child(
+        ["apt-get", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "-qq", APT_PACKAGE], lock, env=env
+    )
     if not library_loads():
         raise SetupError(
-            "installing {} failed ({}); run `{}` by hand".format(
-                APT_PACKAGE, output[-1] if output else "no output", remedy
-            )
+            "installing {} failed ({}); run `{}` by hand".format(APT_PACKAGE, (lines or ["no output"])[-1], remedy)
         )
+
+
+def needed_bytes(broken):
+    """How much the installation of these packages adds to .venv."""
+    sizes = {}
+    for name, versions in installed().items():
+        sizes[name] = max(venv_packages.recorded_bytes(dist_info) for _, dist_info in versions)
+    size = sum(sizes.get(name) or (LARGE_BYTES if name in LARGE_PACKAGES else PACKAGE_BYTES) for name in broken)
+    whole = sum(sizes.get(name, 0) for name in pins() if name not in broken)
+    return min(size, max(ENVIRONMENT_BYTES - whole, 0))
+
+
+def check_disk(broken):
+    needs = {ROOT: needed_bytes(broken)}
+    temporary = tempfile.gettempdir()
+    download = needs[ROOT] * DOWNLOAD_SHARE
+    if os.stat(temporary).st_dev == os.stat(ROOT).st_dev:
+        needs[ROOT] += download
+    else:
+        needs[temporary] = download
+    for folder, need in needs.items():
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            raise SetupError(
+                "only {:.1f} GB free on the disk of {}, the installation needs {:.1f} GB there while it works; free "
+                "some space and run again".format(free / 1e9, folder, need / 1e9)
+            )
+
+
+# --- what the environment is, and whether it is whole ------------------------------------------------------------
+
+
+def in_venv(*parts):
+    return os.path.join(VENV, *parts)
+
+
+def venv_python():
+    return in_venv("bin", "python")
+
+
+def stamp_file():
+    """Written last: the fingerprint of a complete environment."""
+    return in_venv(".sglang-hetero-stamp")
+
+
+def place_file():
+    """Written when the bare environment is made: its folder. Console scripts name it, so it cannot be moved."""
+    return in_venv(".sglang-hetero-place")
+
+
+def site_packages():
+    return in_venv("lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
+
+
+def base_python():
+    """The interpreter to make an environment from; not that of an environment, which may be the one to replace."""
+    base = getattr(sys, "_base_executable", None)
+    return base if base and os.path.exists(base) else os.path.realpath(sys.executable)
 
 
 def requirement_files():
@@ -104,81 +170,62 @@ def requirement_files():
 
 def pins():
     """Name (normalised) -> version of every locked package."""
-    result = {}
-    for path in requirement_files():
-        with open(path) as file:
-            for line in file:
-                pin = line.split("#")[0].strip()
-                if pin:
-                    name, version = pin.split("==")
-                    result[normalise(name)] = version
-    return result
+    return venv_packages.read_pins(requirement_files())
 
 
-def normalise(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
+def installed():
+    """Name (normalised) -> [(version, path of its dist-info)]."""
+    return venv_packages.installed(site_packages())
+
+
+def read_text(path):
+    """The text of a file of ours; None where there is none."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def write_text(path, text):
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text + "\n")
 
 
 def fingerprint():
     """What the environment is a function of: the locks, our metadata, the interpreter and the place."""
     digest = hashlib.sha256()
-    for path in [*requirement_files(), os.path.join(ROOT, "pyproject.toml"), os.path.abspath(__file__)]:
+    ours = [os.path.join(ROOT, "pyproject.toml"), os.path.realpath(__file__), venv_packages.__file__]
+    for path in [*requirement_files(), *ours]:
         with open(path, "rb") as file:
             digest.update(file.read())
-    digest.update("{} {} {}".format(sys.version, os.path.realpath(sys.executable), VENV).encode())
+    digest.update(
+        "{} {} {}".format(sys.version, os.path.realpath(base_python()), VENV).encode(errors="surrogateescape")
+    )
     return digest.hexdigest()
 
 
-def venv_python():
-    return os.path.join(VENV, "bin", "python")
-
-
-def site_packages():
-    return os.path.join(VENV, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
-
-
-def installed():
-    """Name (normalised) -> (version, path of its dist-info), read from the folder itself."""
-    result = {}
-    site = site_packages()
-    if not os.path.isdir(site):
-        return result
-    for entry in os.listdir(site):
-        match = re.match(r"(.+)-([^-]+)\.dist-info$", entry)
-        if match:
-            result[normalise(match.group(1))] = (match.group(2), os.path.join(site, entry))
-    return result
-
-
-def damaged(dist_info):
-    """Whether a file that the package's RECORD names is gone or has another size."""
-    record = os.path.join(dist_info, "RECORD")
-    if not os.path.exists(record):
-        return True
-    site = os.path.dirname(dist_info)
-    with open(record, newline="", encoding="utf-8") as file:
-        for row in csv.reader(file):
-            path, size = row[0], row[2]
-            if path.endswith(".pyc"):
-                continue
-            try:
-                found = os.stat(os.path.join(site, path)).st_size
-            except OSError:
-                return True
-            if size and found != int(size):
-                return True
-    return False
-
-
 def broken_packages():
-    """The locked packages that are missing, of another version or damaged: name==version each."""
+    """The locked packages that are missing, of another version or build, damaged, or there twice."""
     have = installed()
     broken = []
     for name, version in sorted(pins().items()):
-        found = have.get(name)
-        if found is None or found[0].split("+")[0] != version or damaged(found[1]):
-            broken.append("{}=={}".format(name, version))
+        found = have.get(name, [])
+        # A wheel of PyTorch's CPU index has the version 2.13.0+cpu, a CUDA wheel may have the bare 2.13.0.
+        whole = (
+            len(found) == 1
+            and found[0][0].split("+")[0] == version
+            and not venv_packages.damaged(found[0][1])
+            and not (name == "torch" and venv_packages.torch_accelerator(site_packages()))
+        )
+        if not whole:
+            broken.append(name)
     return broken
+
+
+def own_package_is_whole():
+    found = installed().get(OWN, [])
+    return len(found) == 1 and not venv_packages.damaged(found[0][1]) and venv_packages.is_editable(found[0][1], ROOT)
 
 
 def runs(*command):
@@ -188,127 +235,204 @@ def runs(*command):
         return False
 
 
-def make_venv():
-    """A fresh `.venv` where there is none that runs under this interpreter."""
-    home = os.path.join(VENV, "pyvenv.cfg")
-    same_place = False
-    pip = os.path.join(VENV, "bin", "pip")
-    if os.path.exists(pip):
-        with open(pip, errors="replace") as file:
-            # pip's script names its interpreter: another name means that the folder was moved or copied.
-            same_place = VENV in file.readline()
-    if os.path.exists(home) and same_place and runs(venv_python(), "-m", "pip", "--version"):
-        done = subprocess.run([venv_python(), "-c", "import sys; print(sys.version)"], stdout=subprocess.PIPE)
-        if done.stdout.decode().strip() == sys.version.strip():
+def platform_is_on():
+    """Isolated (-I): the folder that we stand in must not answer for what is installed."""
+    return runs(venv_python(), "-I", "-m", "sglang_hetero", "cpu", "status")
+
+
+def is_current():
+    return (
+        read_text(stamp_file()) == fingerprint()
+        and read_text(place_file()) == VENV
+        and not broken_packages()
+        and own_package_is_whole()
+        and platform_is_on()
+    )
+
+
+# --- making it ---------------------------------------------------------------------------------------------------
+
+
+def disk_is_full():
+    folders = sorted({ROOT, tempfile.gettempdir()})
+    return "the disk is full ({}): free some space and run again; the next run goes on from here".format(
+        " or ".join(folders)
+    )
+
+
+def check_child(status, lines, what):
+    """Raise a SetupError with the reason that a child's output gives, unless it succeeded."""
+    if status and met_full_disk(lines):
+        raise SetupError(disk_is_full())
+    if status:
+        raise SetupError("{} failed: {}; put that right and run again".format(what, reason(status, lines)))
+
+
+def make_venv(lock):
+    """A fresh `.venv`, unless there is one that was made here by this Python and runs."""
+    if read_text(place_file()) == VENV:
+        probe = "import sys, pip._internal.cli.main; print(sys.version)"
+        try:
+            done = subprocess.run([venv_python(), "-I", "-c", probe], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        except OSError:
+            done = None
+        pip = installed().get("pip", [])
+        pip_is_whole = len(pip) == 1 and not venv_packages.damaged(pip[0][1])
+        if pip_is_whole and done is not None and done.stdout.decode(errors="replace").strip() == sys.version.strip():
             return
     if os.path.lexists(VENV):
-        say(".venv is broken or was made by another Python: making it anew")
+        say(".venv is broken, was moved or was made by another Python: making it anew")
         if os.path.islink(VENV) or not os.path.isdir(VENV):
             os.remove(VENV)
         else:
+            if os.path.exists(place_file()):
+                os.remove(place_file())  # first: what is left of an interrupted removal is no environment
             shutil.rmtree(VENV)
     say("making .venv with Python {}.{}.{}".format(*sys.version_info[:3]))
-    done = subprocess.run([sys.executable, "-m", "venv", VENV], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode:
-        lines = done.stdout.decode(errors="replace").strip().splitlines() or ["no output"]
-        raise SetupError("python -m venv failed: " + lines[-1])
+    check_child(*run_child([base_python(), "-I", "-m", "venv", VENV], lock), what="python -m venv")
+    write_text(place_file(), VENV)
 
 
-def pip_install(arguments, what, total):
-    """Run pip with a progress line; on failure raise with pip's own last words."""
-    quiet = ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+def pip_install(arguments, what, total, lock):
+    """Run pip with a progress line; gives (exit status, lines of output)."""
     start = time.time()
-    shown = 0.0
-    seen = 0
-    tail = []
-    process = subprocess.Popen(
-        [venv_python(), "-m", "pip", "install", *quiet, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    for raw in process.stdout:
-        line = raw.decode(errors="replace").strip()
-        tail = [*tail[-19:], line]
+    state = {"seen": 0, "shown": 0.0}
+
+    def progress(line):
         if line.startswith(("Collecting", "Processing")):  # from an index, or from a file
-            seen += 1
+            state["seen"] += 1
             stage = os.path.basename(line.split()[1])
         elif line.startswith("Installing collected"):
             stage = "unpacking, about a minute" if total > 1 else "unpacking"
-            shown = 0.0
+            state["shown"] = 0.0
         else:
-            continue
-        if time.time() - shown > PROGRESS_SECONDS:
-            shown = time.time()
-            say("{}: {}/{}, {:.0f} s, {}".format(what, seen, total, shown - start, stage))
-    if process.wait():
-        errors = [line for line in tail if "ERROR" in line or "Errno" in line] or tail[-1:] or ["no output"]
-        raise SetupError("pip could not install {}: {}".format(what, errors[0]))
+            return
+        if time.time() - state["shown"] > PROGRESS_SECONDS:
+            state["shown"] = time.time()
+            say("{}: {}/{}, {:.0f} s, {}".format(what, state["seen"], total, time.time() - start, stage))
+
+    # Everything is pinned, so no resolver is wanted; SGLang's own requirements are its CUDA tree.
+    options = ["--no-deps", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    return run_child([venv_python(), "-I", "-m", "pip", "install", *options, *arguments], lock, progress)
 
 
-def install(broken):
-    extra = []
-    if os.environ.get(TORCH_INDEX):
-        extra = ["--extra-index-url", os.environ[TORCH_INDEX]]
-    if broken:
-        # Everything is pinned, so no resolver is wanted; SGLang's own requirements are its CUDA tree.
-        pip_install(["--no-deps", "--force-reinstall", *extra, *broken], "packages", len(broken))
-    pip_install(["--no-deps", "--no-build-isolation", "-e", ROOT], "sglang-hetero itself", 1)
+def discard(names):
+    """Take these packages away ourselves: pip cannot uninstall what has no proper RECORD or METADATA."""
+    have = installed()
+    for name in names:
+        for _, dist_info in have.get(name, []):
+            venv_packages.discard(dist_info, VENV)
 
 
-def check_torch():
-    """On x86-64 the package index may offer a CUDA build under the same version: it must not be the one."""
-    with open(os.path.join(site_packages(), "torch", "version.py")) as file:
-        match = re.search(r"^cuda\b[^=]*=\s*(.+)$", file.read(), re.M)
-    if match and match.group(1).strip() != "None":
+def install_torch(lock):
+    """First and alone: on x86-64 the version without `+cpu` may be a CUDA build, refused before its download."""
+    version = pins()["torch"]
+    wants_cpu_build = platform.machine() in ("x86_64", "AMD64")
+    requirement = "torch=={}{}".format(version, "+cpu" if wants_cpu_build else "")
+    index = os.environ.get(TORCH_INDEX)
+    discard(["torch"])
+    arguments = [*(["--extra-index-url", index] if index else []), requirement]
+    status, lines = pip_install(arguments, "torch", 1, lock)
+    if status and wants_cpu_build and met_no_version(lines) and not met_no_index(lines):
         raise SetupError(
-            "the installed torch is a CUDA build ({}), but the CPU environment needs the CPU build of the same "
-            "version: set {} to the index of PyTorch's CPU wheels (pytorch.org, Get started, CPU) and run "
-            "again".format(match.group(1).strip(), TORCH_INDEX)
+            "the configured package index{} has no CPU build of torch {} for Python {}.{}: name one that has with "
+            "{}=<index of PyTorch's CPU wheels> and run again".format(
+                " with {}".format(index) if index else "", version, *sys.version_info[:2], TORCH_INDEX
+            )
         )
+    check_child(status, lines, what="pip install " + requirement)
+
+
+def install(broken, lock):
+    """Install the broken packages and, always, our own."""
+    venv_packages.discard_leftovers(site_packages())
+    if "torch" in broken:
+        install_torch(lock)
+    rest = [name for name in broken if name != "torch"]
+    if rest:
+        discard(rest)
+        versions = pins()
+        arguments = ["{}=={}".format(name, versions[name]) for name in rest]
+        check_child(*pip_install(arguments, "packages", len(rest), lock), what="pip install of the locked packages")
+    discard([OWN])
+    check_child(
+        *pip_install(["--no-build-isolation", "-e", ROOT], "sglang-hetero itself", 1, lock), what="pip install -e ."
+    )
 
 
 def enable_cpu_platform():
     done = subprocess.run(
-        [venv_python(), "-m", "sglang_hetero", "cpu", "enable"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [venv_python(), "-I", "-m", "sglang_hetero", "cpu", "enable"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     if done.returncode:
-        raise SetupError(done.stdout.decode(errors="replace").strip() or "`sglang-hetero cpu enable` failed")
+        lines = done.stdout.decode(errors="replace").strip().splitlines()
+        raise SetupError(lines[-1] if lines else "`sglang-hetero cpu enable` failed; remove .venv and run again")
 
 
-def is_current():
-    try:
-        with open(STAMP) as file:
-            stamped = file.read().strip()
-    except OSError:
-        return False
-    return stamped == fingerprint() and not broken_packages() and runs(venv_python(), "-c", "import sglang_hetero")
+def check_result():
+    left = broken_packages()
+    accelerator = venv_packages.torch_accelerator(site_packages())
+    if "torch" in left and accelerator:
+        raise SetupError(
+            "the package index gave a torch that is built for {}, but the CPU environment needs the CPU build: run "
+            "again with {}=<index of PyTorch's CPU wheels>".format(accelerator, TORCH_INDEX)
+        )
+    if not left and not own_package_is_whole():
+        left = [OWN]
+    if left:
+        raise SetupError("{} is still broken after its installation; remove .venv and run again".format(left[0]))
 
 
 def setup():
+    """Make or repair the environment; nothing to do where it is whole. Raises SetupError."""
     check_python()
-    check_library()
     with open(LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             say("another set-up of this folder is running: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
+        check_library(lock)
         if is_current():
             return
-        if os.path.exists(STAMP):
-            os.remove(STAMP)
-        make_venv()
-        broken = broken_packages()
-        if broken:
-            check_disk()
         start = time.time()
-        install(broken)
-        left = broken_packages()
-        if left:
-            raise SetupError("still broken after the installation: {}; remove .venv and run again".format(left[0]))
-        check_torch()
+        if os.path.exists(stamp_file()):
+            os.remove(stamp_file())
+        make_venv(lock)
+        broken = broken_packages()
+        check_disk(broken)
+        install(broken, lock)
+        check_result()
         enable_cpu_platform()
-        with open(STAMP, "w") as file:
-            file.write(fingerprint())
+        write_text(stamp_file(), fingerprint())
         say("ready after {:.0f} s".format(time.time() - start))
+
+
+def explain(error):
+    """The sentence for an OSError: what could not be used, and what to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_is_full()
+    path = error.filename or VENV
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "cannot write {} ({}): run as the owner of the checkout, or make it yours (chown) and run again".format(
+            path, error.strerror
+        )
+    return "cannot use {} ({}): put that right, or remove it if it is .venv or .venv.lock, and run again".format(
+        path, error.strerror or error
+    )
+
+
+def catch_signals():
+    """End in the same way at every signal that asks for it, but for one that we were started to ignore (nohup)."""
+
+    def interrupt(number, _frame):
+        raise Interrupted(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, interrupt)
 
 
 def main():
@@ -318,14 +442,15 @@ def main():
     except SetupError as error:
         say(str(error))
         return 1
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt) as error:
         say("interrupted; the next run goes on from here")
-        return 130
+        return 128 + (error.args[0] if isinstance(error, Interrupted) else signal.SIGINT)
     except OSError as error:
-        say("{}; the next run goes on from here".format(error))
+        say(explain(error))
         return 1
     return 0
 
 
 if __name__ == "__main__":
+    catch_signals()
     sys.exit(main())

@@ -14,6 +14,8 @@ from sglang_hetero.errors import HeteroError
 # A streamed line may take as long as a prefill of the longest prompt on a busy machine.
 READ_SECONDS = 300.0
 CONNECT_SECONDS = 10.0
+# Characters of a wrong answer that an error quotes.
+SHOWN = 500
 
 
 class RequestFailed(HeteroError):
@@ -59,9 +61,12 @@ class Client:
     def __init__(self, url: str) -> None:
         self.url = url
 
+    def _failed(self, path: str, what: object) -> RequestFailed:
+        return RequestFailed(f"{self.url}{path}: {what}")
+
     @contextlib.contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[requests.Response]:
-        """The response to a POST, not yet read; raises `RequestFailed` for an HTTP error or a lost connection."""
+        """The response to a POST, not yet read; raises `RequestFailed` for whatever is no proper answer."""
         with requests.Session() as session:
             session.trust_env = False  # a proxy of the environment must not see loopback
             try:
@@ -69,78 +74,95 @@ class Client:
                     f"{self.url}{path}", json=body, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS)
                 )
                 if response.status_code != requests.codes.ok:
-                    raise RequestFailed(f"{self.url}{path}: HTTP {response.status_code}: {response.text[:500]}")
+                    raise self._failed(path, f"HTTP {response.status_code}: {response.text[:SHOWN]}")
                 yield response
             except requests.RequestException as error:
-                raise RequestFailed(f"{self.url}{path}: {error}") from error
-
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The data objects of a server-sent-event stream; raises `RequestFailed` also for an error inside it."""
-        with self._post(path, body | {"stream": True}) as response:
-            yield from self._events(path, response)
+                raise self._failed(path, error) from error
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                # The answer is JSON, but not what SGLang 0.5.23 says, or no JSON at all.
+                raise self._failed(path, f"unexpected answer: {type(error).__name__}: {error}") from error
 
     def _events(self, path: str, response: requests.Response) -> Iterator[dict[str, Any]]:
+        """The data objects of a server-sent-event stream up to [DONE]."""
         for line in response.iter_lines():
             if not line:
                 continue
             if not line.startswith(b"data:"):
                 # The mini load balancer passes an error of the decode server on as the stream's body.
-                raise RequestFailed(f"{self.url}{path}: {line[:500].decode(errors='replace')}")
+                raise self._failed(path, line[:SHOWN].decode(errors="replace"))
             data = line[len(b"data:") :].strip()
             if data == b"[DONE]":
                 return
             event = json.loads(data)
             if "error" in event:
-                raise RequestFailed(f"{self.url}{path}: {event['error']}")
+                raise self._failed(path, event["error"])
             yield event
-        raise RequestFailed(f"{self.url}{path}: the stream ended before [DONE]")
+        raise self._failed(path, "the stream ended before [DONE]")
+
+    def _finished(self, path: str, reason: Any) -> None:
+        """Raise unless a request ended because all its tokens were made."""
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        if kind != "length":
+            raise self._failed(path, f"ended early: {reason}")
 
     def generate(self, prompt: str | list[int], tokens: int, logprobs: bool = False) -> Generation:
         """Greedy `/generate` of exactly `tokens` tokens (ignore_eos); `prompt` is a text or token ids.
 
         Streamed, except with `logprobs`: the mini load balancer cannot stream those.
         """
+        path = "/generate"
         body: dict[str, Any] = {
             ("text" if isinstance(prompt, str) else "input_ids"): prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+            "stream": not logprobs,
+            "return_logprob": logprobs,
         }
         start = time.perf_counter()
+        last: dict[str, Any] = {}
         ids: list[int] = []
-        if logprobs:
-            with self._post("/generate", body | {"return_logprob": True}) as response:
-                last = response.json()
-            ids = last["output_ids"]
-        else:
-            for event in self._stream("/generate", body):
+        with self._post(path, body) as response:
+            for event in [response.json()] if logprobs else self._events(path, response):
                 last = event
-                ids = _join(ids, event.get("output_ids", []), event["meta_info"]["completion_tokens"])
-        seconds = time.perf_counter() - start
-        meta = last["meta_info"]
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            raise RequestFailed(f"{self.url}/generate: aborted: {reason.get('message')}")
-        values = [entry[0] for entry in meta.get("output_token_logprobs") or []]
-        return Generation(last["text"], ids, meta["prompt_tokens"], meta["completion_tokens"], seconds, meta, values)
+                ids = _join(ids, event["output_ids"], event["meta_info"]["completion_tokens"])
+            seconds = time.perf_counter() - start
+            meta = last["meta_info"]
+            self._finished(path, meta["finish_reason"])
+            values = [entry[0] for entry in meta["output_token_logprobs"]] if logprobs else []
+            return Generation(
+                last["text"], ids, meta["prompt_tokens"], meta["completion_tokens"], seconds, meta, values
+            )
 
     def chat(self, content: str, tokens: int) -> Generation:
-        """Greedy `/v1/chat/completions`, streamed: one user message."""
+        """Greedy `/v1/chat/completions` of exactly `tokens` tokens, streamed: one user message.
+
+        Has log-probabilities, but no token ids: SGLang gives none in a chat stream.
+        """
+        path = "/v1/chat/completions"
         body = {
             "model": "default",
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
             "max_tokens": tokens,
             "ignore_eos": True,
+            "stream": True,
             "stream_options": {"include_usage": True},
+            "logprobs": True,
         }
         start = time.perf_counter()
-        text = ""
+        text, reason = "", None
+        values: list[float] = []
         usage: dict[str, int] = {}
-        for event in self._stream("/v1/chat/completions", body):
-            for choice in event["choices"]:
-                text += choice["delta"].get("content") or ""
-            usage = event.get("usage") or usage
-        seconds = time.perf_counter() - start
-        return Generation(text, [], usage["prompt_tokens"], usage["completion_tokens"], seconds)
+        with self._post(path, body) as response:
+            for event in self._events(path, response):
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    values += [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+                    reason = choice.get("finish_reason") or reason
+            seconds = time.perf_counter() - start
+            self._finished(path, reason)
+            count = usage["completion_tokens"]
+            return Generation(text, [], usage["prompt_tokens"], count, seconds, logprobs=values)
 
 
 def _join(have: list[int], new: list[int], count: int) -> list[int]:

@@ -1,30 +1,66 @@
 """Entry point of the group `sglang.srt.plugins`: SGLang calls activate() in each of its processes."""
 
 import importlib
+import importlib.util
 import os
 import sys
+from pathlib import Path
+from typing import NoReturn
 
-# The model runs in scheduler processes only; the launcher and the detokenizer need nothing and pay nothing.
+# Where the model runs this is loaded before the plugins are. The data-parallel controller and a program that makes an
+# sglang.Engine have it too and run no model: closing the gaps there changes nothing that they use. The HTTP server
+# and the detokenizer load their plugins without it, and pay nothing.
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_KERNELS = "sgl_kernel"
 
 
 def activate() -> None:
-    """Apply what this process needs (docs/cpu.md)."""
-    if _on_cpu_reference():
-        from sglang_hetero.cpu.gaps import close_gaps_or_stop
+    """Apply what this process needs (docs/cpu.md).
 
-        close_gaps_or_stop()
-
-
-def _on_cpu_reference() -> bool:
-    """Is this a scheduler of SGLang's CPU engine, with our stand-in for sgl_kernel?
-
-    The first two questions cost nothing, so that a GPU or NPU host never imports more for the sake of the third.
+    An error ends the process with one line: SGLang's load_plugins swallows every Exception, and to go on without the
+    replacements, or with some of them, would give wrong answers.
     """
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" or _SCHEDULER not in sys.modules:
-        return False
+    if not _in_cpu_engine():
+        return
     try:
-        kernels = importlib.import_module("sgl_kernel")
-    except ImportError:
+        if _kernels_are_ours():
+            from sglang_hetero.cpu.gaps import close_gaps
+
+            close_gaps()
+    except Exception as error:
+        _stop(error)
+
+
+def _in_cpu_engine() -> bool:
+    """Has this process of SGLang's CPU engine loaded the scheduler?
+
+    It costs nothing to ask, so that a GPU or NPU host never imports anything for our sake.
+    """
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and _SCHEDULER in sys.modules
+
+
+def _kernels_are_ours() -> bool:
+    """Is sgl_kernel our stand-in? Raises what its import raises, if it is; a real one that is broken is SGLang's."""
+    try:
+        kernels = importlib.import_module(_KERNELS)
+    except Exception:
+        if _would_find_ours():
+            raise
         return False
-    return getattr(kernels, "IS_HETERO_CPU_REFERENCE", False)
+    return bool(getattr(kernels, "IS_HETERO_CPU_REFERENCE", False))
+
+
+def _would_find_ours() -> bool:
+    from sglang_hetero.cpu import enable
+
+    spec = importlib.util.find_spec(_KERNELS)
+    return spec is not None and spec.origin is not None and enable.SHIMS in Path(spec.origin).parents
+
+
+def _stop(error: Exception) -> NoReturn:
+    from sglang_hetero.errors import HeteroError
+
+    name = "" if isinstance(error, HeteroError) else f"{type(error).__name__}: "
+    text = " ".join(f"{name}{error}".split())
+    print(f"sglang-hetero: the CPU reference platform does not work here: {text}", file=sys.stderr, flush=True)
+    raise SystemExit(1) from error

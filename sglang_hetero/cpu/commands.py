@@ -26,8 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.action == "disable":
         enable.disable()
     status = enable.status()
-    if status.enabled:
-        print(f"the CPU reference platform is on ({status.pth})")
-    else:
-        print("the CPU reference platform is off" + (f": {status.conflict}" if status.conflict else ""))
-    return 0
+    print(status)
+    # So that a script can ask: 1 also when it is on, but something installed later stands in its way.
+    return 0 if status.enabled == (arguments.action != "disable") and not status.conflict else 1

@@ -1,9 +1,9 @@
 """Gaps of SGLang 0.5.23's CPU path, closed by replacing upstream symbols.
 
 Each row of the table names one symbol, why it does not work on a plain CPU, and what takes its place. All rows are
-checked before anything is replaced: if a symbol is missing or its parameters have changed, the installed SGLang is not
-the one that this release was made for, and the process stops (close_gaps_or_stop). SystemExit is used, because
-SGLang's load_plugins swallows every Exception.
+checked and all new values made before anything is replaced: if a symbol is missing, its parameters have changed or its
+replacement cannot be made, the installed SGLang is not the one that this release was made for, and nothing is
+replaced. The plugin then stops the process (plugin.py).
 
 A module that did `from x import name` before the replacement keeps the old function, so a row lists such modules
 (`bound_in`); those imported later see the new one.
@@ -25,6 +25,7 @@ from sglang_hetero.errors import HeteroError
 
 _SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 _HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+_ALLOCATION = "sglang.srt.mem_cache.allocation"
 _SCATTER_PARAMETERS = ("dst", "src", "dst_indices_raw", "step_indices_raw", "src_indices_raw")
 
 
@@ -33,9 +34,9 @@ class Gap:
     """One upstream symbol.
 
     module, owner, name: where it is (owner: a class in the module, or None). why: what fails without the replacement.
-    replacement: from the present value to the new one, called once. parameters: the names of the callable's
-    parameters that the replacement relies on; None for a plain value. absent: the symbol is expected NOT to exist yet.
-    bound_in: modules that import the symbol by name.
+    replacement: from the present value to the new one, called once; it sets nothing itself. parameters: the names of
+    the callable's parameters that the replacement relies on; None for a plain value. absent: the symbol is expected NOT
+    to exist yet. bound_in: modules that import the symbol by name.
     """
 
     module: str
@@ -82,14 +83,12 @@ def _replicate_kv_heads(adjust: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _get_last_loc_torch(_old: Callable[..., Any]) -> Callable[..., Any]:
-    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+    replacement: Callable[..., Any] = importlib.import_module(_ALLOCATION).get_last_loc_torch
+    return replacement
 
-    return get_last_loc_torch
 
-
-def _pool_with_layout(init: Callable[..., None]) -> Callable[..., None]:
-    """MambaPool.__init__ whose conv slots lie as SGLANG_HETERO_CPU_CONV_LAYOUT says."""
-    layout = conv_layout_from_env()
+def _pool_with_layout(init: Callable[..., None], layout: ConvLayout) -> Callable[..., None]:
+    """MambaPool.__init__ whose conv slots lie in this layout."""
     if layout is ConvLayout.CHANNELS_FIRST:
         return init
 
@@ -105,13 +104,13 @@ def _pool_with_layout(init: Callable[..., None]) -> Callable[..., None]:
     return init_with_layout
 
 
-def _prefill_keeps_draft_rows(skips: Callable[[], bool]) -> Callable[[], bool]:
+def _prefill_keeps_draft_rows(skips: Callable[[], bool], layout: ConvLayout) -> Callable[[], bool]:
     """Whether a prefill's linear-state pool leaves out what only a verify needs: never in the layout of an NPU.
 
     Upstream asks for the platform here: on an NPU the pool is told the draft tokens on prefill, too, so that the slots
     of both sides have equally many rows.
     """
-    if conv_layout_from_env() is ConvLayout.CHANNELS_FIRST:
+    if layout is ConvLayout.CHANNELS_FIRST:
         return skips
     return lambda: False
 
@@ -125,7 +124,11 @@ def _no_cuda_synchronize(synchronize: Callable[..., None]) -> Callable[..., None
 
 
 def gaps() -> tuple[Gap, ...]:
-    """The table. It is a function because two rows depend on the conv layout of this process."""
+    """The table. It is a function because four rows depend on the conv layout of this process.
+
+    They are the two commits that move conv windows, MambaPool.__init__ and _pd_prefill_skips_mamba_spec_state; the last
+    two leave upstream's own value in place with channels_first. Raises HeteroError if the environment names no layout.
+    """
     layout = conv_layout_from_env()
     return (
         Gap(
@@ -179,7 +182,7 @@ def gaps() -> tuple[Gap, ...]:
             owner="MooncakeKVSender",
         ),
         Gap(
-            "sglang.srt.mem_cache.allocation",
+            _ALLOCATION,
             "get_last_loc",
             "with pages of more than one token it takes a Triton kernel unless a backend is torch_native",
             _get_last_loc_torch,
@@ -220,7 +223,7 @@ def gaps() -> tuple[Gap, ...]:
             "sglang.srt.mem_cache.memory_pool",
             "__init__",
             "conv slots in the layout of an NPU, if SGLANG_HETERO_CPU_CONV_LAYOUT asks for it",
-            _pool_with_layout,
+            partial(_pool_with_layout, layout=layout),
             owner="MambaPool",
             parameters=("self", "size", "cache_params", "speculative_num_draft_tokens"),
         ),
@@ -228,7 +231,7 @@ def gaps() -> tuple[Gap, ...]:
             "sglang.srt.mem_cache.kv_cache_configurator",
             "_pd_prefill_skips_mamba_spec_state",
             "off an NPU a prefill's conv slots have no rows for draft tokens, in the layout of an NPU they have",
-            _prefill_keeps_draft_rows,
+            partial(_prefill_keeps_draft_rows, layout=layout),
             parameters=(),
         ),
     )
@@ -264,24 +267,25 @@ def _home(gap: Gap) -> Any:
     return home
 
 
+def _replaced(gap: Gap, old: Any) -> Any:
+    try:
+        return gap.replacement(old)
+    except Exception as error:
+        raise _changed(f"{gap.symbol} cannot be replaced ({type(error).__name__}: {error})") from error
+
+
 def close_gaps(table: tuple[Gap, ...] | None = None) -> None:
-    """Check every row, then replace. Raises HeteroError, before anything is replaced, if a row does not fit."""
+    """Check every row, make every new value, then replace.
+
+    Raises HeteroError, before anything is replaced, if a row does not fit or its new value cannot be made.
+    """
     rows = gaps() if table is None else table
     homes = [_home(gap) for gap in rows]
-    for gap, home in zip(rows, homes, strict=True):
-        old = getattr(home, gap.name, None)
-        new = gap.replacement(old)
-        setattr(home, gap.name, new)
+    old = [getattr(home, gap.name, None) for gap, home in zip(rows, homes, strict=True)]
+    new = [_replaced(gap, value) for gap, value in zip(rows, old, strict=True)]
+    for gap, home, before, after in zip(rows, homes, old, new, strict=True):
+        setattr(home, gap.name, after)
         for user in gap.bound_in:
             module = sys.modules.get(user)
-            if module is not None and getattr(module, gap.name, None) is old:
-                setattr(module, gap.name, new)
-
-
-def close_gaps_or_stop() -> None:
-    """close_gaps for a plugin: SGLang swallows exceptions of plugins, and to go on would give wrong answers."""
-    try:
-        close_gaps()
-    except HeteroError as error:
-        print(f"sglang-hetero: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from error
+            if module is not None and getattr(module, gap.name, None) is before:
+                setattr(module, gap.name, after)

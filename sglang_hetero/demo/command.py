@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_hetero.client import Client, Generation
+from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import flags, topology
 from sglang_hetero.launcher.fleet import Fleet
 from sglang_hetero.launcher.options import Options
@@ -22,6 +23,9 @@ OUTPUT_TOKENS = 64
 # In this version upstream's own path moves the KV, with one descriptor per token and layer entry when the TP sizes
 # differ; Mooncake's TCP transport refuses batches of some thousand, so that a prompt travels in chunks below that.
 CHUNK_TOKENS = 512
+# Another order of summation moves a log-probability by some 1e-6 in fp32 and by 1e-2 in bf16; two tokens that the text
+# cannot tell apart (single bytes of no character) differ by more.
+LOGPROB_TOLERANCE = 0.05
 DEFAULTS = Options(mtp=3, chunk=CHUNK_TOKENS)
 
 
@@ -56,6 +60,7 @@ def _serve(name: str, options: Options, todo: list[Request]) -> list[Generation]
         client = Client(fleet.url)
         for i, request in enumerate(todo, 1):
             result = request.send(client)
+            check_complete(result, options.mtp)
             results.append(result)
             _say(
                 f"{name} {i}/{len(todo)}: {request.name} through {request.endpoint}, {result.prompt_tokens} -> "
@@ -65,13 +70,28 @@ def _serve(name: str, options: Options, todo: list[Request]) -> list[Generation]
 
 
 def same(divided: Generation, undivided: Generation) -> bool:
-    """Whether both gave the same output: token ids where the endpoint returns them, text and counts else."""
-    return (divided.tokens, divided.text, divided.completion_tokens, divided.accept_histogram) == (
-        undivided.tokens,
-        undivided.text,
-        undivided.completion_tokens,
-        undivided.accept_histogram,
+    """Whether both gave the same output.
+
+    /generate tells token ids and the histogram of accepted drafts, the chat endpoint the log-probabilities of all
+    tokens; both tell text and counts.
+    """
+    return (
+        divided.tokens == undivided.tokens
+        and divided.text == undivided.text
+        and (divided.prompt_tokens, divided.completion_tokens) == (undivided.prompt_tokens, undivided.completion_tokens)
+        and divided.accept_histogram == undivided.accept_histogram
+        and len(divided.logprobs) == len(undivided.logprobs)
+        and all(abs(a - b) < LOGPROB_TOLERANCE for a, b in zip(divided.logprobs, undivided.logprobs, strict=True))
     )
+
+
+def check_complete(answer: Generation, mtp: int) -> None:
+    """Raise `HeteroError` when an answer lacks what it is to be compared by, so that nothing equals nothing."""
+    told = answer.tokens or answer.logprobs
+    if len(told) != answer.completion_tokens:
+        raise HeteroError(f"an answer of {answer.completion_tokens} tokens tells {len(told)} of them")
+    if answer.tokens and mtp and not answer.accept_histogram:
+        raise HeteroError(f"an answer with MTP depth {mtp} tells no accepted drafts")
 
 
 def _table(name: str, todo: list[Request], divided: list[Generation], undivided: list[Generation]) -> Table:
@@ -105,18 +125,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--topology", default=DISAGGREGATED, help=f"default: {DISAGGREGATED}")
-    parser.add_argument("--tokens", type=int, default=OUTPUT_TOKENS, help=f"to generate (default: {OUTPUT_TOKENS})")
+    parser.add_argument(
+        "--tokens", type=flags.positive, default=OUTPUT_TOKENS, help=f"to generate (default: {OUTPUT_TOKENS})"
+    )
     flags.add(parser, DEFAULTS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 and prints PASS when every output is the same, else 1 and FAIL."""
-    raise_on_signals()
     options = flags.options(arguments, tuple(arguments.server_arguments))
     todo = _requests(arguments.tokens)
     start = time.monotonic()
     try:
+        raise_on_signals()
         divided = _serve(arguments.topology, options, todo)
         undivided = _serve(UNDIVIDED, options, todo)
     except Stopped:

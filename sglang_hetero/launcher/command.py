@@ -22,6 +22,9 @@ ATTENTION = (
 # With SGLANG_USE_CPU_ENGINE SGLang sizes its pools from max_total_tokens; the fraction only has to leave room.
 MEM_FRACTION = "0.2"
 
+# The Rust router answers /health before it knows any server; /readiness waits for healthy ones.
+ROUTER_HEALTH = {Router.MINI: "/health", Router.RUST: "/readiness"}
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -41,7 +44,7 @@ class Endpoint:
 def dist_ports(instance: Instance) -> int:
     """How many consecutive ports SGLang derives from dist_init_addr with attention-DP (server_args.PortArgs).
 
-    The address itself, six fixed ones and one per DP rank.
+    The address itself, six fixed ones and, with SGLANG_RUST_SERVER, one per DP rank.
     """
     return 7 + instance.dp
 
@@ -52,12 +55,13 @@ def _bind(ranks: int, first: int) -> str:
     return "|".join(str(cpus[(first + rank) % len(cpus)]) for rank in range(ranks))
 
 
-def server_env(base: Mapping[str, str], options: Options, instance: Instance, total_ranks: int) -> dict[str, str]:
-    """Environment of one server, from that of the launcher."""
-    bind_from = 0 if instance.role is not Role.DECODE else total_ranks - instance.tp
-    return dict(base) | {
+def server_env(base: Mapping[str, str], options: Options, instance: Instance, first_rank: int) -> dict[str, str]:
+    """Environment of one server, from that of the launcher; its ranks are the fleet's from `first_rank` on."""
+    # A whitelist of plugins that does not name ours would switch the CPU platform off.
+    inherited = {name: value for name, value in base.items() if name != "SGLANG_PLUGINS"}
+    return inherited | {
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, bind_from),
+        "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, first_rank),
         # More threads spin against each other as soon as this machine does anything else: a 2,700-token prompt on two
         # busy cores took 59 s with two threads and 6 s with one.
         "OMP_NUM_THREADS": str(THREADS_PER_RANK),
@@ -114,6 +118,8 @@ def _attention_dp(instance: Instance, endpoint: Endpoint) -> list[str]:
         *("--dp-size", str(instance.dp)),
         "--enable-dp-attention",
         *("--dist-init-addr", f"{endpoint.host}:{endpoint.dist_port}"),
+        # On by default on decode where every rank is a DP group; the collective has no CPU implementation.
+        "--no-enable-tp-lm-head-all-to-all",
     ]
 
 

@@ -8,6 +8,14 @@ from sglang_hetero.cpu.layout import ConvLayout
 from sglang_hetero.launcher.options import DType, Options, Router
 
 
+def positive(text: str) -> int:
+    """Type of a flag that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
 def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
     """Add one flag per field of `Options`; `defaults` are the command's own."""
     group = parser.add_argument_group("the fleet")

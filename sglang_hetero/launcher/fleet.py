@@ -46,13 +46,14 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _healthy(url: str) -> bool:
-    session = requests.Session()
-    session.trust_env = False  # a proxy of the environment must not see loopback
-    try:
-        return session.get(f"{url}/health", timeout=HEALTH_SECONDS).status_code == requests.codes.ok
-    except requests.RequestException:
-        return False
+def healthy(url: str) -> bool:
+    """Whether `url`, the health route of a server or router, answers 200."""
+    with requests.Session() as session:
+        session.trust_env = False  # a proxy of the environment must not see loopback
+        try:
+            return session.get(url, timeout=HEALTH_SECONDS).status_code == requests.codes.ok
+        except requests.RequestException:
+            return False
 
 
 class Fleet:
@@ -98,32 +99,38 @@ class Fleet:
         self.options.check()
         self.topology.check_model(models.spec(self.options.model))
         self._check_platform()
-        log_dir = self._log_dir()
         ports = Ports(self.options.host)
         front_port = ports.take(self.options.port, "--port") if self.options.port else ports.free()
+        log_dir = self._log_dir()
         model_path = str(models.path(self.options.model))
         self._say(
             f"{self.topology.name}: {len(self.topology.instances)} servers, {self.topology.ranks} ranks, model "
             f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}; logs in "
             f"{log_dir}"
         )
+        first_rank = 0
         for instance in self.topology.instances:
-            self._start_server(instance, ports, front_port, model_path, log_dir)
+            self._start_server(instance, first_rank, self._endpoint(instance, ports, front_port), model_path, log_dir)
+            first_rank += instance.tp
         if not self.topology.is_mixed:
             self._start_router(front_port, log_dir)
 
-    def _start_server(self, instance: Instance, ports: Ports, front_port: int, model_path: str, log_dir: Path) -> None:
-        endpoint = command.Endpoint(
+    def _endpoint(self, instance: Instance, ports: Ports, front_port: int) -> command.Endpoint:
+        return command.Endpoint(
             host=self.options.host,
             port=front_port if instance.role is Role.MIXED else ports.free(),
             nccl_port=ports.free(),
             bootstrap_port=ports.free() if instance.role is Role.PREFILL else None,
             dist_port=ports.free(command.dist_ports(instance)) if instance.dp > 1 else None,
         )
+
+    def _start_server(
+        self, instance: Instance, first_rank: int, endpoint: command.Endpoint, model_path: str, log_dir: Path
+    ) -> None:
         process = Supervised(
             instance.name,
             command.server_command(model_path, self.options, instance, endpoint),
-            command.server_env(os.environ, self.options, instance, self.topology.ranks),
+            command.server_env(os.environ, self.options, instance, first_rank),
             log_dir / f"{instance.name}.log",
             endpoint.url,
         )
@@ -140,15 +147,17 @@ class Fleet:
             os.environ | {"no_proxy": "*", "NO_PROXY": "*"},
             log_dir / "router.log",
             url,
+            health=command.ROUTER_HEALTH[self.options.router],
         )
         self._say(f"router ({self.options.router.value}): pid {self.router.pid}, {url}")
 
     def _check_platform(self) -> None:
         status = enable.status()
+        if status.conflict:
+            raise StartError(f"the CPU reference platform cannot be used in this environment: {status.conflict}")
         if not status.enabled:
             raise StartError(
-                f"the CPU reference platform is off in this environment{': ' if status.conflict else ''}"
-                f"{status.conflict or ''}; run `sglang-hetero cpu enable` (docs/cpu.md)"
+                "the CPU reference platform is off in this environment; run `sglang-hetero cpu enable` (docs/cpu.md)"
             )
 
     def _log_dir(self) -> Path:
@@ -160,8 +169,7 @@ class Fleet:
                 folder = wanted.absolute()
                 folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(folder).free
-            (folder / "writable").touch()
-            (folder / "writable").unlink()
+            tempfile.TemporaryFile(dir=folder).close()  # may we write there?
         except OSError as error:
             raise StartError(
                 f"cannot write logs to {wanted or tempfile.gettempdir()}: {error.strerror or error}; choose another "
@@ -181,7 +189,7 @@ class Fleet:
                 raise process.died()
 
     def wait_until_healthy(self) -> None:
-        """Return when every server and the router answer /health; a line per process on each change and every 10 s.
+        """Return when every server and the router are healthy; a line per process on each change and every 10 s.
 
         Raises `ProcessDied` or, after options.start_seconds, `StartError`.
         """
@@ -190,7 +198,7 @@ class Fleet:
         waiting = list(self.processes)
         while waiting:
             self.check()
-            for process in [p for p in waiting if _healthy(p.url)]:
+            for process in [p for p in waiting if healthy(p.health_url)]:
                 waiting.remove(process)
                 self._say(f"{time.monotonic() - start:5.0f} s  {process.name}: healthy")
             now = time.monotonic()

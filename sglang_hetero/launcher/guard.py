@@ -34,6 +34,8 @@ _POLL_SECONDS = 0.1
 # How often the mappings of running processes are looked at, for those that crash before the stop.
 _LOOK_SECONDS = 5.0
 _SHARED_MEMORY = "/dev/shm/"
+# How long SIGKILL may take before a process is given up as unkillable.
+_KILL_SECONDS = 30.0
 _LIBC = ctypes.CDLL(None)
 
 
@@ -42,40 +44,53 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended; any of them may end while it is looked at."""
+    living = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
+
+
 def _descendants() -> list[psutil.Process]:
-    """All living processes that came from the command. psutil.NoSuchProcess: one ended while it was looked at."""
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    """All living processes that came from the command."""
+    return _living(psutil.Process().children(recursive=True))
+
+
+def _mapped(process: psutil.Process) -> set[str]:
+    """Files in /dev/shm that a process has mapped now; none if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as maps:
+        lines = [line.rstrip("\n").split(maxsplit=5)[-1] for line in maps if _SHARED_MEMORY in line]
+        return {path for path in lines if path.startswith(_SHARED_MEMORY) and not path.endswith(" (deleted)")}
+    return set()
 
 
 def _shared_memory() -> set[str]:
-    """Files in /dev/shm that a descendant has mapped now."""
-    found: set[str] = set()
-    for process in _descendants():
-        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/maps") as maps:
-            found.update(line.split(maxsplit=5)[5].rstrip("\n") for line in maps if _SHARED_MEMORY in line)
-    return {path for path in found if path.startswith(_SHARED_MEMORY) and not path.endswith(" (deleted)")}
+    """Files in /dev/shm that a descendant has mapped and that this fleet made: this user's, younger than the guard."""
+    started = psutil.Process().create_time()
+    ours = set()
+    for path in set().union(*(_mapped(process) for process in _descendants())):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if status.st_uid == os.getuid() and status.st_ctime >= started:
+                ours.add(path)
+    return ours
 
 
-def _signal_all(number: signal.Signals) -> None:
+def _kill_all() -> None:
     for process in _descendants():
-        try:
-            process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _reap_orphans(command: subprocess.Popen[bytes]) -> None:
     """Collect grandchildren that were handed to us; the command's own status is left to Popen."""
     for process in psutil.Process().children():
-        if process.pid != command.pid and process.status() == psutil.STATUS_ZOMBIE:
-            os.waitpid(process.pid, os.WNOHANG)
-
-
-def _alive() -> bool:
-    try:
-        return bool(_descendants())
-    except psutil.NoSuchProcess:  # one ended while it was looked at
-        return True
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.pid != command.pid and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def _watch(command: subprocess.Popen[bytes], control: int) -> set[str]:
@@ -88,21 +103,23 @@ def _watch(command: subprocess.Popen[bytes], control: int) -> set[str]:
             break  # end of file: nothing is ever written
         if time.monotonic() - looked > _LOOK_SECONDS:
             looked = time.monotonic()
-            with contextlib.suppress(psutil.NoSuchProcess):
-                shared |= _shared_memory()
+            shared |= _shared_memory()
     return shared
 
 
 def _stop(command: subprocess.Popen[bytes], grace: float) -> None:
+    """End the command and all that came from it: SIGTERM to the command, after `grace` seconds SIGKILL to all."""
     if command.poll() is None:
         command.terminate()
-    deadline = time.monotonic() + grace
-    while _alive() and time.monotonic() < deadline:
-        command.poll()
-        _reap_orphans(command)
-        time.sleep(_POLL_SECONDS)
-    while _alive():
-        _signal_all(signal.SIGKILL)
+    start = time.monotonic()
+    while left := _descendants():
+        waited = time.monotonic() - start
+        if waited > grace:
+            _kill_all()
+        if waited > grace + _KILL_SECONDS:
+            # In the kernel, on a dead disk say: nobody can end it, and waiting for it would hang the launcher, too.
+            print(f"guard: cannot kill {[process.pid for process in left]}", file=sys.stderr, flush=True)
+            return
         command.poll()
         _reap_orphans(command)
         time.sleep(_POLL_SECONDS)
@@ -122,30 +139,31 @@ def main(arguments: list[str]) -> int:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's business
     signal.signal(signal.SIGTERM, _on_signal)
+    shared: set[str] = set()
+    command = None
     # Short on purpose: the path of a Unix socket has at most 107 bytes.
     scratch = tempfile.mkdtemp(prefix="sgh-")
-    shared: set[str] = set()
     try:
-        command = subprocess.Popen(
-            arguments[4:],
-            env=dict(os.environ, TMPDIR=scratch),
-            stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 (this process has one thread)
-        )
-        os.write(status, f"pid {command.pid}\n".encode())
-        with contextlib.suppress(_Asked):
+        with contextlib.suppress(_Asked, BrokenPipeError):  # asked to stop, or the launcher is gone
+            command = subprocess.Popen(
+                arguments[4:],
+                env=dict(os.environ, TMPDIR=scratch),
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 (this process has one thread)
+            )
+            os.write(status, f"pid {command.pid}\n".encode())
             shared |= _watch(command, control)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with contextlib.suppress(psutil.NoSuchProcess):
+        if command is not None:
             shared |= _shared_memory()
-        _stop(command, grace)
+            _stop(command, grace)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(status, f"exit {command.returncode}\n".encode())
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         for path in shared:
             with contextlib.suppress(OSError):
                 os.unlink(path)
-    with contextlib.suppress(BrokenPipeError):  # the launcher may be gone
-        os.write(status, f"exit {command.returncode}\n".encode())
     return 0
 
 

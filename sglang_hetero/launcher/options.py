@@ -1,5 +1,6 @@
 """What a user can choose for a fleet, checked before anything starts. Pure: no torch, no SGLang, no sockets."""
 
+import ipaddress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -65,8 +66,9 @@ class Options:
             "--start-seconds": self.start_seconds,
         }
         for option, value in positive.items():
-            if value <= 0:
+            if not value > 0:  # this way round NaN is refused, too
                 raise OptionError(f"{option} {value}: must be larger than 0")
+        self._check_host()
         if self.radix_cache and self.page_size != 1:
             raise OptionError(
                 f"--radix-cache with --page-size {self.page_size}: SGLang's prefix cache for linear state works with "
@@ -74,3 +76,13 @@ class Options:
             )
         if self.chunk % self.page_size:
             raise OptionError(f"--chunk {self.chunk} is not a multiple of --page-size {self.page_size}")
+
+    def _check_host(self) -> None:
+        try:
+            address = ipaddress.IPv4Address(self.host)
+        except ValueError:
+            raise OptionError(
+                f"--host {self.host}: must be an IPv4 address of this machine, such as 127.0.0.1"
+            ) from None
+        if address.is_unspecified:
+            raise OptionError(f"--host {self.host}: prefill and decode meet at this address, so it must be a real one")

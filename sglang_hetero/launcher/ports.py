@@ -14,6 +14,7 @@ LOWEST = 15000
 # Linux' default lower end of its ephemeral range, for a host without /proc.
 DEFAULT_EPHEMERAL = 32768
 ATTEMPTS = 200
+HIGHEST_PORT = 65535
 
 
 class PortError(HeteroError):
@@ -57,13 +58,19 @@ class Ports:
     """Hands out each port once. Free means free at the time of asking: the servers bind them some seconds later."""
 
     def __init__(self, host: str) -> None:
+        """Raises `PortError` when `host` is not an address of this machine."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, 0))
+            except OSError as error:
+                raise PortError(f"--host {host}: this machine cannot listen there: {error.strerror}") from error
         self.host = host
         self._taken: set[int] = set()
 
     def take(self, port: int, option: str) -> int:
         """Claim the port that the user asked for with `option`; raises `PortError` when it is in use."""
-        if not 1 <= port <= 65535:
-            raise PortError(f"{option} {port}: a TCP port is 1 to 65535")
+        if not 1 <= port <= HIGHEST_PORT:
+            raise PortError(f"{option} {port}: a TCP port is 1 to {HIGHEST_PORT}")
         if port in self._taken or not is_free(port, self.host):
             raise PortError(
                 f"{option} {port}: the port is in use on {self.host}{owner(port)}; choose another, or leave {option} "
@@ -75,6 +82,9 @@ class Ports:
     def free(self, count: int = 1) -> int:
         """First of `count` consecutive free ports; raises `PortError` when none was found."""
         highest = ephemeral_start() - count
+        if highest < LOWEST:
+            # Tuned hosts give nearly all ports to outgoing connections: then a server takes its chance among them.
+            highest = HIGHEST_PORT - count
         for _ in range(ATTEMPTS):
             start = random.randint(LOWEST, highest)
             block = range(start, start + count)

@@ -24,48 +24,66 @@ class ProcessDied(HeteroError):
 class Supervised:
     """A running command with its log file.
 
-    name: for messages; url: where it answers; log: everything that it and its children print.
+    name: for messages; url: where it answers; log: everything that it and its children print; health: the route that
+    answers 200 once it can serve.
     """
 
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log: Path, url: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        url: str,
+        *,
+        health: str = "/health",
+    ) -> None:
         self.name = name
         self.url = url
+        self.health_url = url + health
         self.log = log
         self.exit_code: int | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._messages = b""
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         guard = [sys.executable, "-m", "sglang_hetero.launcher.guard", str(control), str(status), str(GRACE_SECONDS)]
         try:
-            with open(log, "wb") as output:
-                self._guard = subprocess.Popen(
-                    [*guard, "--", *command],
-                    env=dict(env),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(control, status),
-                    start_new_session=True,
-                )
-        finally:
-            os.close(control)
-            os.close(status)
-        self._messages = b""
-        if not select.select([self._status], [], [], START_SECONDS)[0]:
+            try:
+                with open(log, "wb") as output:
+                    self._guard = subprocess.Popen(
+                        [*guard, "--", *command],
+                        env=dict(env),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=(control, status),
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(control)
+                os.close(status)
+            self.pid = self._first_message()
+        except BaseException:  # also a signal: whoever asked does not get the object and could not stop it
             self.stop()
-            raise ProcessDied(f"{name}: its guard did not start within {START_SECONDS:.0f} s; see {log}")
+            raise
+
+    def _first_message(self) -> int:
+        """The command's pid, as the guard tells it."""
+        if not select.select([self._status], [], [], START_SECONDS)[0]:
+            raise ProcessDied(f"{self.name}: its guard did not start within {START_SECONDS:.0f} s; see {self.log}")
         self._read()
         words = self._messages.split()
         if len(words) < 2 or words[0] != b"pid":
-            self.stop()
-            raise ProcessDied(f"{name}: could not be started\n{self.tail()}")
-        self.pid = int(words[1])
+            raise ProcessDied(f"{self.name}: could not be started\n{self.tail()}")
+        return int(words[1])
 
     def _read(self) -> None:
         self._messages += os.read(self._status, 256)
 
     def poll(self) -> int | None:
         """The exit code once the command and all that came from it have ended, else None."""
-        if self.exit_code is None and self._guard.poll() is not None:
+        if self.exit_code is None and (self._guard is None or self._guard.poll() is not None):
             self._read()
             words = self._messages.split()
             # No word of the exit: the guard itself was killed, and its command with it.
@@ -81,7 +99,8 @@ class Supervised:
     def stop(self) -> None:
         """Stop and wait until nothing is left."""
         self.request_stop()
-        self._guard.wait()
+        if self._guard is not None:
+            self._guard.wait()
         self.poll()
         if self._status >= 0:
             os.close(self._status)

@@ -4,8 +4,8 @@ import signal
 from types import FrameType
 
 
-class Stopped(Exception):
-    """SIGTERM or SIGINT arrived."""
+class Stopped(BaseException):
+    """SIGTERM or SIGINT arrived. Like KeyboardInterrupt no Exception, which any library below might swallow."""
 
 
 def _on_signal(_number: int, _frame: FrameType | None) -> None:

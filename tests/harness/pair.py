@@ -4,7 +4,6 @@ The harness stands in for the all-reduce of SGLang's polls: a side has a state w
 """
 
 import itertools
-import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
+from sglang_hetero.launcher.ports import Ports
 
 from . import oracle
 from .compare import Difference
@@ -25,8 +25,6 @@ from .sides import LOOPBACK, Request, Shard, Side
 POLL_SECONDS = 0.002
 PHASE_SECONDS = 60.0
 """Limit of each phase: building the ranks, bootstrap of the requests, transfer."""
-PORTS = range(20_000, 32_000)
-"""Below the range that the kernel gives to outgoing connections (net.ipv4.ip_local_port_range)."""
 FAILED, WAITING_FOR_INPUT, SUCCESS = 0, 2, 4
 """SGLang's KVPoll (disaggregation/base/conn.py), kept here so that a test process imports no SGLang."""
 
@@ -73,6 +71,7 @@ class Pair:
         zygote: ZygoteProcess,
         geometry: Geometry,
         *,
+        bootstrap_port: int,
         prefill_tp: int,
         decode_tp: int,
         backend: str = "mooncake",
@@ -83,9 +82,8 @@ class Pair:
         for side_geometry, tp in sides:
             side_geometry.check_tp(tp)
         started = time.monotonic()
-        port = _free_port()
-        prefill = Side("prefill", backend, port, shuffle_seed=2 * seed)
-        decode = Side("decode", backend, port, shuffle_seed=2 * seed + 1)
+        prefill = Side("prefill", backend, bootstrap_port, shuffle_seed=2 * seed)
+        decode = Side("decode", backend, bootstrap_port, shuffle_seed=2 * seed + 1)
         self._rooms = itertools.count(1)
         layouts = [{CONV_LAYOUT_ENV: side_geometry.conv_layout.value} for side_geometry, _ in sides]
         self.bootstrap = zygote.spawn("bootstrap", {})
@@ -208,6 +206,7 @@ class Harness:
     """The zygote, and the pairs made from it. Use as a context manager."""
 
     def __init__(self) -> None:
+        self._ports = Ports(LOOPBACK)
         self._zygote = ZygoteProcess()
         self._pairs: list[Pair] = []
 
@@ -229,6 +228,7 @@ class Harness:
         pair = Pair(
             self._zygote,
             geometry,
+            bootstrap_port=self._ports.free(),
             prefill_tp=prefill_tp,
             decode_tp=decode_tp,
             backend=backend,
@@ -259,17 +259,6 @@ def _placements(ranks: Sequence[RankProcess], rooms: Sequence[int]) -> tuple[Pla
     if any(other != first for other in others):
         raise HarnessError(f"the ranks of one side keep requests in different places: {[first, *others]}")
     return tuple(first)
-
-
-def _free_port() -> int:
-    for port in random.Random().sample(PORTS, k=len(PORTS)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
-            return port
-    raise HarnessError(f"no free port in {PORTS}")
 
 
 def _await_listener(port: int) -> None:

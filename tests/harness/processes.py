@@ -1,4 +1,8 @@
-"""The test's side of the processes: start the zygote, fork ranks, call them, with a limit on every wait."""
+"""The test's side of the processes: start the zygote, fork ranks, call them, with a limit on every wait.
+
+Commands are numbered and answers repeat the number. The answer to a command that has timed out may come later; the
+next wait drops it.
+"""
 
 import json
 import os
@@ -51,22 +55,26 @@ class RankProcess:
         self.log = log
         self._connection = connection
         self._zygote = zygote
+        self._number = 0
 
     def start(self, command: str, *arguments: Any) -> None:
-        """Send a command; `result` waits for it."""
+        """Send a command; `result` waits for it, before the next one is sent."""
+        self._number += 1
         try:
-            self._connection.send((command, arguments))
+            self._connection.send((self._number, command, arguments))
         except OSError as error:
             raise self._died(command) from error
 
     def result(self, command: str, deadline: float) -> Any:
         """Wait for the reply to `command`; raises CommandFailed, HarnessTimeout or RankDied."""
-        if not wait_for_connections([self._connection], timeout=max(0.0, deadline - time.monotonic())):
-            raise HarnessTimeout(f"{self.name}: no answer to {command}\n{self.log_tail()}")
-        try:
-            value, error = self._connection.recv()
-        except (EOFError, OSError) as closed:
-            raise self._died(command) from closed
+        number, value, error = 0, None, ""
+        while number != self._number:
+            if not wait_for_connections([self._connection], timeout=max(0.0, deadline - time.monotonic())):
+                raise HarnessTimeout(f"{self.name}: no answer to {command}\n{self.log_tail()}")
+            try:
+                number, value, error = self._connection.recv()
+            except (EOFError, OSError) as closed:
+                raise self._died(command) from closed
         if error:
             raise CommandFailed(f"{self.name}: {command} failed\n{error}\n{self.log_tail()}")
         return value
@@ -140,14 +148,58 @@ class ZygoteProcess:
         """Without `preload` it starts at once and each rank imports SGLang for itself."""
         self._directory = tempfile.TemporaryDirectory(prefix="sglang-hetero-harness-")
         self._ranks = 0
+        self._number = 0
         self.log = Path(self._directory.name) / "zygote.log"
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            with theirs:
+                self._process = self._start(theirs, preload)
+            self.ready = self._receive(self._number, ZYGOTE_SECONDS)
+            """`pid`, and `threads`: how many threads the zygote has; more than one would make its forks unsafe."""
+        except BaseException:
+            # It has no children yet, and would look at its connection only after its imports.
+            if self._process is not None:
+                self._process.kill()
+            self.stop()
+            raise
+
+    def spawn(self, name: str, environment: dict[str, str]) -> RankProcess:
+        """Fork a rank process; `environment` is added to the zygote's before SGLang's plugins are loaded."""
+        self._ranks += 1
+        log = Path(self._directory.name) / f"{self._ranks}-{name.replace(' ', '-')}.log"
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                answer = self._ask("spawn", [theirs.fileno()], log=str(log), environment=environment)
+        except BaseException:
+            # Should it be forked after all, it ends because its connection is closed.
+            ours.close()
+            raise
+        return RankProcess(name, answer["pid"], Connection(ours.detach()), log, self)
+
+    def command(self, do: str, **fields: Any) -> dict[str, Any]:
+        """Send one command to the zygote and take its answer."""
+        return self._ask(do, [], **fields)
+
+    def stop(self) -> None:
+        """End the zygote, and with it every rank."""
+        self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._directory.cleanup()
+
+    def _start(self, theirs: socket.socket, preload: bool) -> "subprocess.Popen[bytes]":
         package = __package__ or ""
         root = Path(__file__).resolve().parents[package.count(".") + 1]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
         python = [sys.executable, "-m", f"{package}.zygote"]
         with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [*python, str(theirs.fileno()), str(os.getpid()), *([PRELOAD] if preload else [])],
                 env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
@@ -155,54 +207,34 @@ class ZygoteProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        theirs.close()
-        self.ready = self._receive(ZYGOTE_SECONDS)
-        """`pid`, and `threads`: how many threads the zygote has; more than one would make its forks unsafe."""
 
-    def spawn(self, name: str, environment: dict[str, str]) -> RankProcess:
-        """Fork a rank process; `environment` is added to the zygote's before SGLang's plugins are loaded."""
-        self._ranks += 1
-        log = Path(self._directory.name) / f"{self._ranks}-{name.replace(' ', '-')}.log"
-        ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [_command("spawn", log=str(log), environment=environment)], [theirs.fileno()])
-        theirs.close()
-        pid = self._receive(FORK_SECONDS)["pid"]
-        return RankProcess(name, pid, Connection(ours.detach()), log, self)
-
-    def command(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Send one command to the zygote and take its answer."""
+    def _ask(self, do: str, descriptors: Sequence[int], **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        message = json.dumps({"number": self._number, "do": do, **fields}).encode()
         try:
-            self._control.send(_command(do, **fields))
+            socket.send_fds(self._control, [message], descriptors)
         except OSError as error:
             raise self._ended() from error
-        return self._receive(FORK_SECONDS)
+        return self._receive(self._number, FORK_SECONDS)
 
-    def stop(self) -> None:
-        """End the zygote, and with it every rank."""
-        self._control.close()
-        try:
-            self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._directory.cleanup()
-
-    def _receive(self, seconds: float) -> dict[str, Any]:
-        readable, _, _ = select.select([self._control], [], [], seconds)
-        if not readable:
-            raise HarnessTimeout(
-                f"the zygote did not answer within {seconds} s\n{self.log.read_text(errors='replace')}"
-            )
-        data = self._control.recv(MESSAGE_BYTES)
-        if not data:
-            raise self._ended()
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+    def _receive(self, number: int, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while True:
+            readable, _, _ = select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                raise HarnessTimeout(
+                    f"the zygote did not answer within {seconds} s\n{self.log.read_text(errors='replace')}"
+                )
+            try:
+                data = self._control.recv(MESSAGE_BYTES)
+            except OSError as error:
+                raise self._ended() from error
+            if not data:
+                raise self._ended()
+            answer: dict[str, Any] = json.loads(data)
+            if answer.pop("number") == number:
+                return answer
 
     def _ended(self) -> HarnessError:
         lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return HarnessError("\n".join(["the zygote has ended", *lines]))
-
-
-def _command(do: str, **fields: Any) -> bytes:
-    return json.dumps({"do": do, **fields}).encode()

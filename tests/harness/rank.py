@@ -291,12 +291,15 @@ def _conclude(endpoint: Any) -> str:
 
 
 def serve(connection: Connection) -> None:
-    """Run commands `(name, arguments)` until the other end closes; replies are `(value, error traceback)`."""
+    """Run commands `(number, name, arguments)` until the other end closes.
+
+    Replies are `(number, value, traceback of an error or "")`.
+    """
     rank: Any = None
     roles = {"prefill": PrefillRank, "decode": DecodeRank}
     while True:
         try:
-            name, arguments = connection.recv()
+            number, name, arguments = connection.recv()
         except EOFError:
             return
         try:
@@ -308,7 +311,7 @@ def serve(connection: Connection) -> None:
                 value = None
             else:
                 value = getattr(rank, name)(*arguments)
-            reply = (value, "")
+            reply = (number, value, "")
         except Exception:
-            reply = (None, traceback.format_exc())
+            reply = (number, None, traceback.format_exc())
         connection.send(reply)

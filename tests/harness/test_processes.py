@@ -4,14 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from . import Geometry, Harness, HarnessTimeout, RankDied
+from . import Geometry, Harness, HarnessTimeout, RankDied, oracle, processes
 from .errors import CommandFailed
-from .processes import COMMAND_SECONDS
+from .processes import COMMAND_SECONDS, ZygoteProcess
 
 GONE_SECONDS = 10.0
 
@@ -55,6 +57,47 @@ def test_a_silent_rank_is_a_timeout(harness: Harness) -> None:
         with pytest.raises(HarnessTimeout, match="decode 0 of 1: no answer to poll"):
             pair.decode[0].call("poll", [], seconds=0.2)
         os.kill(pair.decode[0].pid, signal.SIGCONT)
+        # The late answer, [], is not taken for the next command's.
+        assert pair.decode[0].call("poison", oracle.DESTINATION_POISON) is None
+
+
+def test_a_late_answer_of_the_zygote_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    zygote = ZygoteProcess(preload=False)
+    try:
+        os.kill(zygote.ready["pid"], signal.SIGSTOP)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(processes, "FORK_SECONDS", 0.2)
+            with pytest.raises(HarnessTimeout, match="the zygote did not answer"):
+                zygote.command("status", pid=1)
+            with pytest.raises(HarnessTimeout, match="the zygote did not answer"):
+                zygote.spawn("nobody's", {})
+        os.kill(zygote.ready["pid"], signal.SIGCONT)
+        rank = zygote.spawn("rank", {})
+        assert rank.exit_code() is None
+        rank.kill()
+        assert rank.exit_code() == -signal.SIGKILL
+    finally:
+        zygote.stop()
+
+
+def test_a_zygote_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(processes, "ZYGOTE_SECONDS", 0.0)
+    # `failed` keeps the object alive, so that nobody tidies up in its place.
+    with pytest.raises(HarnessTimeout) as failed:
+        ZygoteProcess()
+    assert "the zygote did not answer" in str(failed.value)
+    (process,) = started
+    assert process.returncode is not None
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_outlives_the_test_process(tmp_path: Path) -> None:

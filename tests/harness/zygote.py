@@ -56,21 +56,22 @@ class Zygote:
         self.running: set[int] = set()
 
     def run(self) -> None:
-        """Serve until the other end closes."""
-        self._reply(pid=os.getpid(), threads=threads())
+        """Serve until the other end closes; each answer repeats the number of its command, the first one has 0."""
+        self._reply(0, pid=os.getpid(), threads=threads())
         while True:
             data, fds, _, _ = socket.recv_fds(self.control, MESSAGE_BYTES, 1)
             if not data:
                 return
             self._reap()
             command = json.loads(data)
-            name = command.pop("do")
+            number, name = command.pop("number"), command.pop("do")
             if name == "spawn":
-                self._spawn(fds[0], **command)
+                self._reply(number, pid=self._spawn(fds[0], **command))
             elif name == "status":
-                self._reply(exit_code=self.ended.get(command["pid"]))
+                self._reply(number, exit_code=self.ended.get(command["pid"]))
             elif name == "kill":
                 self._kill(command["pid"])
+                self._reply(number, exit_code=self.ended.get(command["pid"]))
 
     def stop_children(self) -> None:
         """Kill what still runs."""
@@ -78,24 +79,23 @@ class Zygote:
             os.kill(pid, signal.SIGKILL)
             self._wait(pid)
 
-    def _reply(self, **fields: object) -> None:
-        self.control.send(json.dumps(fields).encode())
+    def _reply(self, number: int, **fields: object) -> None:
+        self.control.send(json.dumps({"number": number, **fields}).encode())
 
-    def _spawn(self, fd: int, log: str, environment: dict[str, str]) -> None:
+    def _spawn(self, fd: int, log: str, environment: dict[str, str]) -> int:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             _become_rank(self.control, parent, fd, log, environment)
         os.close(fd)
         self.running.add(pid)
-        self._reply(pid=pid)
+        return pid
 
     def _kill(self, pid: int) -> None:
         # Only children that have not been waited for: their ids cannot have been given to another process.
         if pid in self.running:
             os.kill(pid, signal.SIGKILL)
             self._wait(pid)
-        self._reply(exit_code=self.ended.get(pid))
 
     def _wait(self, pid: int, flags: int = 0) -> None:
         ended, status = os.waitpid(pid, flags)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 from sglang_hetero.launcher import command
+from sglang_hetero.launcher.fleet import healthy
 from sglang_hetero.launcher.options import Router
 from sglang_hetero.launcher.ports import Ports
 from sglang_hetero.launcher.process import Supervised
@@ -54,18 +54,15 @@ def rust_router(tmp_path: Path) -> Iterator[Callable[[Served], str]]:
             endpoint = command.Endpoint(host, port_of_server, nccl_port=0, bootstrap_port=server["bootstrap_port"])
             endpoints[server["role"]].append(endpoint)
         line = command.router_command(Router.RUST, host, port, endpoints["prefill"], endpoints["decode"])
-        router = Supervised("router", line, os.environ, tmp_path / "router.log", f"http://{host}:{port}")
+        url, health = f"http://{host}:{port}", command.ROUTER_HEALTH[Router.RUST]
+        router = Supervised("router", line, os.environ, tmp_path / "router.log", url, health=health)
         started.append(router)
         deadline = time.monotonic() + ROUTER_SECONDS
-        while True:
+        while not healthy(router.health_url):
             assert router.poll() is None, router.tail()
             assert time.monotonic() < deadline, router.tail()
-            try:
-                if requests.get(f"{router.url}/health", timeout=5).ok:
-                    return router.url
-            except requests.RequestException:
-                pass
             time.sleep(0.5)
+        return url
 
     yield start
     for router in started:

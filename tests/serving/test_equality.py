@@ -23,14 +23,19 @@ EQUAL = [
     Setup("p2_d1", mtp=0),
     DIVIDED,
     # The layout of an NPU, with equal TP sizes, where upstream copies whole slots.
-    Setup("mixed_tp1", conv_layout=WINDOW_FIRST),
+    Setup("mixed_tp1", mtp=0, conv_layout=WINDOW_FIRST),
+    Setup("mixed_tp2", conv_layout=WINDOW_FIRST),
     Setup("p1_d1", conv_layout=WINDOW_FIRST),
     # Other models, depths and sizes; each also one more topology.
     PREFIX_CACHE,
     Setup("p2_d1", mtp=5, model="tiny-next"),
     Setup("mixed_tp4", model="tiny-gqa2"),
+    Setup("p4_d1", mtp=0, model="tiny-moe"),
+    Setup("p1_d2", model="tiny-gqa2"),
     Setup("p3_d1", model="tiny-h6"),
+    Setup("p2x2_d2", mtp=1),
     Setup("p2_d2dp2", model="tiny-moe", options=("--page-size", "64")),
+    Setup("p1_d1", model="qwen35-2b-cache", options=("--router", "rust", "--max-requests", "4")),
 ]
 BFLOAT16 = Setup("p2_d1", options=("--dtype", "bfloat16"))
 # Seven bits of mantissa moved the log-probabilities of these models by up to 0.05. A small fault hides in that: the
@@ -56,12 +61,15 @@ def test_tokens_and_accept_lengths_equal_transformers(served):
 
 
 @on_every_fleet
-def test_eight_requests_at_the_same_time(served):
+def test_requests_at_the_same_time(served):
     prompts = [served.prompt(length, seed=1) for length in (3, 17, 64, 65, 130, 200, CHUNK + 40, 500)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(served.ask, prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         served.check(prompt, answer)
+    role = "mixed" if served.setup.topology.startswith("mixed") else "decode"
+    together = [int(n) for n in re.findall(r"Decode batch.*?#running-req: (\d+)", served.log(role))]
+    assert max(together, default=0) > 1, "the requests were served one after the other"
 
 
 @pytest.mark.parametrize("served", [UNDIVIDED, DIVIDED], ids=lambda setup: setup.id, indirect=True)
@@ -87,7 +95,8 @@ def test_a_cached_prefix_gives_the_same_tokens(served):
     served.check(prompt, served.ask(prompt))
     again = served.ask(longer)
     assert again.meta["cached_tokens"] > 0, "the prefix cache was not used"
-    served.check(longer, again)
+    # The draft KV at the end of the shared prefix is that of the first request (docs/upstream_faults.md).
+    served.check(longer, again, drafts=False)
 
 
 @pytest.mark.parametrize("served", [DIVIDED], ids=lambda setup: setup.id, indirect=True)

@@ -29,7 +29,7 @@ def _by_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
     """
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
-    q = q.float().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+    q = q.float().reshape(q.shape[0], kv_heads, group, q.shape[2]).permute(1, 2, 0, 3)
     k, v = (x.float().transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     return q, k, v
 
@@ -96,7 +96,7 @@ def decode_attention_cpu(
     _refuse(
         "decode_attention_cpu",
         logit_cap=logit_cap > 0,
-        cross_attention=is_cross_attn,
+        cross_attention=is_cross_attn or encoder_lens is not None,
         sinks=sinks is not None,
         kv_scale=(k_scale, v_scale) != (1.0, 1.0),
     )
@@ -145,9 +145,10 @@ def extend_attention_cpu(
     _refuse(
         "extend_attention_cpu",
         logit_cap=logit_cap > 0,
-        cross_attention=is_cross_attn,
+        cross_attention=is_cross_attn or encoder_lens is not None,
         sinks=sinks is not None,
         tree_mask=tree_mask is not None,
+        sliding_window_without_causal_mask=sliding_window_size > 0 and not is_causal,
         kv_scale=(k_scale, v_scale) != (1.0, 1.0),
     )
     rows = zip(

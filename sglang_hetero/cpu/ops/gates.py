@@ -65,7 +65,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     Results: qkv [N, ...], z [N, num_heads_v, head_v], b and a [N, num_heads_v], all copies.
     """
     z_dim = num_heads_v * head_v
-    qkv, z = mixed_qkvz.split([2 * num_heads_qk * head_qk + z_dim, z_dim], dim=-1)
-    b, a = mixed_ba.split(num_heads_v, dim=-1)
+    qkv, z = torch.split(mixed_qkvz, [2 * num_heads_qk * head_qk + z_dim, z_dim], dim=-1)
+    b, a = torch.split(mixed_ba, num_heads_v, dim=-1)
     qkv, z, b, a = (part.clone(memory_format=torch.contiguous_format) for part in (qkv, z, b, a))
     return qkv, z.view(-1, num_heads_v, head_v), b, a

@@ -46,7 +46,7 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     gate [N*H, D]; the gate is copied, because an op may not return a view of its input.
     """
     per_head = q_gate.reshape(q_gate.shape[0], num_heads, 2 * head_dim)
-    q, gate = per_head.split(head_dim, dim=-1)
+    q, gate = torch.split(per_head, head_dim, dim=-1)
     return (
         gemma_rmsnorm(q.reshape(-1, head_dim), q_weight, eps),
         gemma_rmsnorm(k.reshape(-1, head_dim), k_weight, eps),

@@ -48,7 +48,14 @@ class Paged:
 
 def extend(paged, q, out, lengths, new, *, window=0, causal=True, **other):
     new = torch.tensor(new)
-    features = {"logit_cap": 0.0, "is_cross_attn": False, "sinks": None, "tree_mask": None, "k_scale": 1.0} | other
+    features = {
+        "logit_cap": 0.0,
+        "is_cross_attn": False,
+        "encoder_lens": None,
+        "sinks": None,
+        "tree_mask": None,
+        "k_scale": 1.0,
+    } | other
     attention.extend_attention_cpu(
         q_extend=q,
         k_extend=None,
@@ -66,7 +73,6 @@ def extend(paged, q, out, lengths, new, *, window=0, causal=True, **other):
         sm_scale=SCALE,
         sliding_window_size=window,
         is_causal=causal,
-        encoder_lens=None,
         **features,
     )
 
@@ -134,6 +140,7 @@ def test_decode_of_a_padding_request_gives_zero():
     [
         ("logit_cap", 30.0),
         ("is_cross_attn", True),
+        ("encoder_lens", torch.ones(1)),
         ("sinks", torch.zeros(1)),
         ("tree_mask", torch.ones(1)),
         ("k_scale", 0.5),
@@ -144,6 +151,54 @@ def test_unsupported_features_are_refused(feature, value):
     q = torch.randn(2, H, D)
     with pytest.raises(HeteroError, match="not supported"):
         extend(paged, q, torch.empty_like(q), [2], [2], **{feature: value})
+
+
+def test_a_window_without_a_mask_is_refused():
+    paged = Paged([2], torch.float32)
+    q = torch.randn(2, H, D)
+    with pytest.raises(HeteroError, match="sliding_window_without_causal_mask is not supported"):
+        extend(paged, q, torch.empty_like(q), [2], [2], window=1, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("feature", "value"),
+    [
+        ("logit_cap", 30.0),
+        ("is_cross_attn", True),
+        ("encoder_lens", torch.ones(1)),
+        ("sinks", torch.zeros(1)),
+        ("v_scale", 0.5),
+    ],
+)
+def test_decode_refuses_them_too_and_stores_nothing(feature, value):
+    paged = Paged([2], torch.float32)
+    before = paged.k.clone()
+    features = {
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "logit_cap": 0.0,
+        "is_cross_attn": False,
+        "encoder_lens": None,
+        "sinks": None,
+    } | {feature: value}
+    with pytest.raises(HeteroError, match="not supported"):
+        attention.decode_attention_cpu(
+            query=torch.randn(1, H, D),
+            k_cache=paged.k,
+            v_cache=paged.v,
+            output=torch.empty(1, H, D),
+            key=torch.randn(1, HK, D),
+            value=torch.randn(1, HK, D),
+            loc=torch.tensor([3]),
+            attn_logits=torch.empty(0),
+            req_to_token=paged.req_to_token,
+            req_pool_indices=paged.rows,
+            seq_lens=torch.tensor([2]),
+            sm_scale=SCALE,
+            sliding_window_size=0,
+            **features,
+        )
+    assert torch.equal(paged.k.nan_to_num(-7), before.nan_to_num(-7))
 
 
 def test_a_long_prompt_builds_no_quadratic_mask(monkeypatch):

@@ -1,8 +1,9 @@
 """The table of gaps: its mechanism on made-up modules, and its rows on the installed SGLang."""
 
+import json
 import subprocess
 import sys
-from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from sglang_hetero.cpu import gaps
 from sglang_hetero.cpu.gaps import Gap, close_gaps
-from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
+from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, ConvLayout
 from sglang_hetero.errors import HeteroError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -70,23 +73,17 @@ def test_a_changed_upstream_stops_before_anything_is_replaced(upstream, row, rea
     assert upstream.home.op is upstream.op
 
 
-def test_the_process_stops_with_one_line(upstream, monkeypatch, capsys):
-    """SystemExit, because SGLang's load_plugins goes on after any Exception."""
-    monkeypatch.setattr(gaps, "gaps", lambda: (gap("gone", 1),))
-    with pytest.raises(SystemExit) as stop:
-        gaps.close_gaps_or_stop()
-    assert stop.value.code == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "fake_home.gone is missing" in lines[0]
-    assert "0.5.23" in lines[0]
+@pytest.mark.parametrize("error", [ImportError("no name"), RuntimeError("cannot")])
+def test_a_replacement_that_cannot_be_made_leaves_everything_as_it_was(upstream, error):
+    def fail(old):
+        raise error
 
-
-def test_an_invalid_layout_stops_too(monkeypatch, capsys):
-    monkeypatch.setenv(CONV_LAYOUT_ENV, "sideways")
-    with pytest.raises(SystemExit):
-        gaps.close_gaps_or_stop()
-    assert "sideways" in capsys.readouterr().err
+    with pytest.raises(HeteroError, match=f"fake_home.Thing.limit.*{error}"):
+        close_gaps(
+            (gap("op", None, bound_in=("fake_user",)), gap("flag", True), Gap("fake_home", "limit", "", fail, "Thing"))
+        )
+    assert upstream.home.op is upstream.user.op is upstream.op
+    assert upstream.home.flag is False
 
 
 class ModelConfig:
@@ -118,13 +115,12 @@ def test_kv_heads_are_replicated_where_they_divide(heads, kv_heads, tp, seen):
         assert config.hf_config.original_total_num_kv_heads == kv_heads
 
 
-def make_pool(drafts):
+def make_pool(layout, drafts):
     class Pool:
         def __init__(self, *, size, cache_params, speculative_num_draft_tokens=None):
             self.mamba_cache = SimpleNamespace(conv=[torch.ones(2, size + 1, 10, 3, dtype=torch.bfloat16)])
 
-    new = gaps._pool_with_layout(Pool.__init__)
-    Pool.__init__ = new
+    Pool.__init__ = gaps._pool_with_layout(Pool.__init__, layout)
     return Pool(size=4, cache_params=None, speculative_num_draft_tokens=drafts).mamba_cache.conv[0]
 
 
@@ -132,50 +128,55 @@ def make_pool(drafts):
     ("layout", "drafts", "shape"),
     [("channels_first", 4, (10, 3)), ("window_first", None, (3, 10)), ("window_first", 4, (6, 10))],
 )
-def test_pool_layout(monkeypatch, layout, drafts, shape):
-    monkeypatch.setenv(CONV_LAYOUT_ENV, layout)
-    conv = make_pool(drafts)
+def test_pool_layout(layout, drafts, shape):
+    conv = make_pool(ConvLayout(layout), drafts)
     assert conv.shape == (2, 5, *shape)
     assert conv.dtype is torch.bfloat16
     assert conv.is_contiguous()
 
 
-PROBE = """
-import sys
-sys.path.append(SHIMS)
-import sglang.srt.managers.scheduler
-from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
-from sglang.srt.model_executor import model_runner
-from sglang.srt.utils.common import cpu_has_amx_support, is_cpu
-from sglang_hetero import plugin
-assert is_cpu() and not cpu_has_amx_support()
-plugin.activate()
-from sglang_hetero.cpu.ops import commit
-assert hybrid.fused_mamba_state_scatter_with_mask is commit.scatter_state_with_mask
-assert hybrid.scatter_mamba_states_after_mtp_verify.func is commit.scatter_states_after_verify
-assert hybrid.scatter_mamba_states_after_mtp_verify.keywords["layout"].value == "window_first"
-assert model_runner.adjust_config_with_unaligned_cpu_tp.__module__.startswith("sglang.")
-assert hasattr(model_runner.adjust_config_with_unaligned_cpu_tp, "__wrapped__")
-from sglang.srt.models import qwen2_moe
-assert qwen2_moe.fused_gate_sigmoid_mul_add.__module__ == "sglang_hetero.cpu.ops.gates"
-from sglang.srt.mem_cache.memory_pool import MambaPool
-assert hasattr(MambaPool.__init__, "__wrapped__")
-print("all rows fit")
-"""
+@pytest.mark.parametrize("upstream_skips", [True, False])
+def test_a_window_first_prefill_keeps_the_rows_of_the_drafts(upstream_skips):
+    def skips():
+        return upstream_skips
+
+    assert gaps._prefill_keeps_draft_rows(skips, ConvLayout.CHANNELS_FIRST) is skips
+    assert gaps._prefill_keeps_draft_rows(skips, ConvLayout.WINDOW_FIRST)() is False
 
 
-@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
-def test_the_table_fits_the_installed_sglang(tmp_path):
-    """In a process of its own: the rows patch SGLang for good, and its import takes half a minute."""
-    from sglang_hetero.cpu.enable import SHIMS
+def test_an_invalid_layout_is_no_table(monkeypatch):
+    monkeypatch.setenv(CONV_LAYOUT_ENV, "sideways")
+    with pytest.raises(HeteroError, match="sideways"):
+        gaps.gaps()
 
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory):
+    """What sglang_probe.py sees with window_first; the real SGLang is imported once for all tests that ask."""
     environment = {
         "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "PYTHONPATH": str(ROOT),
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         CONV_LAYOUT_ENV: "window_first",
     }
-    code = PROBE.replace("SHIMS", repr(str(SHIMS)))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert "all rows fit" in done.stdout, done.stderr[-2000:]
+    command = [sys.executable, str(Path(__file__).with_name("sglang_probe.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_table_fits_the_installed_sglang(probed):
+    assert (probed["cpu"], probed["amx"]) == (True, False)
+    assert not probed["kept"]
+
+
+def test_modules_that_imported_a_symbol_by_name_have_the_new_one(probed):
+    assert not probed["stale"]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_window_first_slots_of_both_sides_have_the_rows_of_the_drafts(probed, side):
+    """SGLang's own pools, 4 draft tokens and K = 4: (K-1) + (4-1) rows, as on an NPU; q, k and v have 64 channels."""
+    assert probed[side] == [6, 64]

@@ -7,7 +7,8 @@ from types import ModuleType
 import pytest
 
 from sglang_hetero import plugin
-from sglang_hetero.cpu import gaps
+from sglang_hetero.cpu import enable, gaps
+from sglang_hetero.errors import HeteroError
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 
@@ -15,7 +16,7 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 @pytest.fixture
 def calls(monkeypatch):
     record = []
-    monkeypatch.setattr(gaps, "close_gaps_or_stop", lambda: record.append(1))
+    monkeypatch.setattr(gaps, "close_gaps", lambda: record.append(1))
     return record
 
 
@@ -60,6 +61,64 @@ def test_stays_out_without_sgl_kernel(our_scheduler, calls, monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)  # an import of it fails
     plugin.activate()
     assert not calls
+
+
+@pytest.fixture
+def broken_kernels(our_scheduler, monkeypatch, tmp_path):
+    """An sgl_kernel whose import raises; returns its folder."""
+
+    def install(error):
+        package = tmp_path / "sgl_kernel"
+        package.mkdir()
+        (package / "__init__.py").write_text(f"raise {error}('undefined symbol\\nin a library')")
+        monkeypatch.delitem(sys.modules, "sgl_kernel")
+        monkeypatch.syspath_prepend(tmp_path)
+        return tmp_path
+
+    return install
+
+
+def stops_with_one_line(capsys):
+    """SystemExit, because SGLang's load_plugins goes on after any Exception. Returns the line."""
+    with pytest.raises(SystemExit) as stop:
+        plugin.activate()
+    assert stop.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sglang-hetero: ")
+    return line
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])
+def test_a_real_sgl_kernel_that_is_broken_is_left_to_sglang(broken_kernels, calls, capsys, error):
+    broken_kernels(error)
+    plugin.activate()
+    assert not calls
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", ["ImportError", "RuntimeError", "OSError"])
+def test_a_stand_in_that_is_broken_stops_the_process(broken_kernels, calls, capsys, monkeypatch, error):
+    monkeypatch.setattr(enable, "SHIMS", broken_kernels(error))
+    line = stops_with_one_line(capsys)
+    assert f"{error}: undefined symbol in a library" in line
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(HeteroError("no op"), "no op"), (RuntimeError("a\nb"), "RuntimeError: a b"), (KeyError(), "Key")],
+)
+def test_gaps_that_cannot_be_closed_stop_the_process(our_scheduler, capsys, monkeypatch, error, text):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(gaps, "close_gaps", fail)
+    assert text in stops_with_one_line(capsys)
+
+
+def test_a_table_that_cannot_be_imported_stops_the_process(our_scheduler, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang_hetero.cpu.gaps", None)
+    assert "sglang_hetero.cpu.gaps" in stops_with_one_line(capsys)
 
 
 def test_importing_and_calling_it_elsewhere_loads_no_torch():

@@ -7,6 +7,7 @@ import pytest
 from sglang_hetero import cli
 from sglang_hetero.client import Generation
 from sglang_hetero.demo import command
+from sglang_hetero.errors import HeteroError
 
 ANSWER = Generation(
     text="abc",
@@ -15,6 +16,7 @@ ANSWER = Generation(
     completion_tokens=3,
     seconds=0.5,
     meta={"spec_accept_length": 1.5, "spec_correct_drafts_histogram": [1, 1]},
+    logprobs=[-1.0, -2.0, -3.0],
 )
 
 DIFFERENCES = {
@@ -23,11 +25,13 @@ DIFFERENCES = {
     "count": replace(ANSWER, completion_tokens=2),
     "accepted drafts": replace(ANSWER, meta={"spec_correct_drafts_histogram": [0, 2]}),
     "no speculation": replace(ANSWER, meta={}),
+    "a log-probability": replace(ANSWER, logprobs=[-1.0, -2.0, -3.2]),
+    "no log-probabilities": replace(ANSWER, logprobs=[]),
 }
 
 
 def test_equal_outputs_are_the_same_however_long_they_took():
-    assert command.same(ANSWER, replace(ANSWER, seconds=9.0))
+    assert command.same(ANSWER, replace(ANSWER, seconds=9.0, logprobs=[-1.0, -2.0, -3.000001]))
 
 
 @pytest.mark.parametrize("other", DIFFERENCES.values(), ids=DIFFERENCES.keys())
@@ -79,3 +83,30 @@ def test_prompts_are_a_page_or_more():
     assert len(texts) >= 3
     assert min(len(text) for text in texts) >= 2000
     assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("answer", "mtp", "reason"),
+    [
+        (replace(ANSWER, tokens=[], logprobs=[]), 0, "tells 0 of them"),
+        (replace(ANSWER, tokens=[65]), 0, "tells 1 of them"),
+        (replace(ANSWER, meta={}), 3, "tells no accepted drafts"),
+    ],
+)
+def test_an_answer_that_tells_nothing_is_not_compared(answer, mtp, reason):
+    with pytest.raises(HeteroError, match=reason):
+        command.check_complete(answer, mtp)
+
+
+def test_complete_answers_are_accepted():
+    command.check_complete(ANSWER, 3)
+    command.check_complete(replace(ANSWER, meta={}), 0)
+    command.check_complete(replace(ANSWER, tokens=[]), 3)
+
+
+@pytest.mark.parametrize("tokens", ["0", "-1", "x"])
+def test_a_number_of_tokens_that_compares_nothing_is_refused(tokens, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["demo", "--tokens", tokens])
+    assert end.value.code == 2
+    assert "--tokens" in capsys.readouterr().err

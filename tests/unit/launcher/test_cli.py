@@ -65,6 +65,12 @@ def test_busy_port(capsys, tmp_path):
         (("--radix-cache", "--page-size", "64"), "--radix-cache with --page-size 64"),
         (("--max-requests", "0"), "--max-requests 0"),
         (("--port", "70000"), "--port 70000: a TCP port is 1 to 65535"),
+        (("--start-seconds", "nan"), "--start-seconds nan: must be larger than 0"),
+        (("--host", "nohost"), "--host nohost: must be an IPv4 address"),
+        (("--host", "::1"), "--host ::1: must be an IPv4 address"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: prefill and decode meet at this address"),
+        # TEST-NET-1: an address that no machine has (RFC 5737).
+        (("--host", "192.0.2.1"), "--host 192.0.2.1: this machine cannot listen there"),
     ],
 )
 def test_options_that_cannot_work(capsys, tmp_path, arguments, reason):
@@ -84,12 +90,18 @@ def test_no_disk_space(capsys, tmp_path, monkeypatch):
     assert "MB are needed" in fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path))
 
 
-def test_platform_switched_off(capsys, monkeypatch):
-    status = namedtuple("Status", "enabled conflict")(False, "torch is built for cuda 13.0")
+@pytest.mark.parametrize(
+    ("enabled", "conflict", "reason"),
+    [
+        (False, None, "run `sglang-hetero cpu enable`"),
+        (False, "torch is built for cuda 13.0", "cannot be used in this environment: torch is built for cuda 13.0"),
+        (True, "sgl_kernel is installed", "cannot be used in this environment: sgl_kernel is installed"),
+    ],
+)
+def test_platform_that_is_off_or_in_the_way(capsys, monkeypatch, enabled, conflict, reason):
+    status = namedtuple("Status", "enabled conflict")(enabled, conflict)
     monkeypatch.setattr(fleet_module.enable, "status", lambda: status)
-    line = fails(capsys, "up", "p2_d1")
-    assert "torch is built for cuda 13.0" in line
-    assert "sglang-hetero cpu enable" in line
+    assert reason in fails(capsys, "up", "p2_d1")
 
 
 def test_good_input_would_start_a_process(tmp_path):

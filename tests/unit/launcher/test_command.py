@@ -68,13 +68,21 @@ def test_environment(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
     prefill, decode = topology.parse("p4_d1").instances
     options = Options(conv_layout=ConvLayout.WINDOW_FIRST, dtype=DType.BFLOAT16)
-    env = command.server_env({"HOME": "/home/x"}, options, prefill, 5)
+    env = command.server_env({"HOME": "/home/x", "SGLANG_PLUGINS": "another"}, options, prefill, 0)
     assert env["HOME"] == "/home/x"
     assert env[CONV_LAYOUT_ENV] == "window_first"
     assert env["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|0|1"
-    # The fifth rank of the machine: the CPUs go round.
-    assert command.server_env({}, options, decode, 5)["SGLANG_CPU_OMP_THREADS_BIND"] == "0"
+    assert "SGLANG_PLUGINS" not in env, "a whitelist would keep our plugin out"
+    # The fifth rank of the fleet: the CPUs go round.
+    assert command.server_env({}, options, decode, 4)["SGLANG_CPU_OMP_THREADS_BIND"] == "0"
+
+
+def test_every_server_of_a_fleet_has_cpus_of_its_own(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(8)))
+    instances = topology.parse("p2x2_d2").instances
+    envs = [command.server_env({}, Options(), instance, 2 * i) for i, instance in enumerate(instances)]
+    assert [env["SGLANG_CPU_OMP_THREADS_BIND"] for env in envs] == ["0|1", "2|3", "4|5"]
 
 
 def test_router_lines():

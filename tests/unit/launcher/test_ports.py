@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from sglang_hetero.launcher import ports as ports_module
 from sglang_hetero.launcher.ports import LOWEST, PortError, Ports, ephemeral_start, is_free
 
 HOST = "127.0.0.1"
@@ -45,3 +46,15 @@ def test_a_taken_port_is_not_given_again():
     port = ports.free()
     with pytest.raises(PortError, match="in use"):
         ports.take(port, "--port")
+
+
+def test_a_host_whose_ephemeral_range_leaves_no_room(monkeypatch):
+    """net.ipv4.ip_local_port_range = 1024 65535, as tuned servers have it."""
+    monkeypatch.setattr(ports_module, "ephemeral_start", lambda: 1024)
+    assert Ports(HOST).free(8) >= LOWEST
+
+
+def test_none_free_is_said(monkeypatch):
+    monkeypatch.setattr(ports_module, "is_free", lambda _port, _host: False)
+    with pytest.raises(PortError, match="no 8 free TCP ports in a row"):
+        Ports(HOST).free(8)

@@ -6,13 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from sglang_hetero.launcher import process
+from sglang_hetero.launcher import guard, process
 from sglang_hetero.launcher.process import ProcessDied, Supervised
 
 # A server with a child in a session of its own, which a signal to the server's group does not reach; both ignore
@@ -106,7 +107,7 @@ def test_a_command_that_does_not_exist_is_an_error(tmp_path):
 LAUNCHER = """
 import os, sys, time
 from pathlib import Path
-from sglang_hetero.launcher import process
+from sglang_hetero.launcher import guard, process
 from sglang_hetero.launcher.process import Supervised
 process.GRACE_SECONDS = 0.5
 supervised = Supervised("stubborn", sys.argv[2:], os.environ, Path(sys.argv[1]), "http://127.0.0.1:1")
@@ -141,3 +142,62 @@ def test_the_server_dies_with_its_guard(tmp_path):
     Path(facts["shared"]).unlink()
     shutil.rmtree(facts["tmp"])
     supervised.stop()
+
+
+def test_a_signal_during_start_leaves_nothing(tmp_path, monkeypatch):
+    """Ctrl-C while the guard starts: the caller never gets the object, so it has to clean up itself."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupted(_self):
+        wait_for(facts_file.exists)
+        raise Interrupted
+
+    facts_file = tmp_path / "facts.json"
+    monkeypatch.setattr(Supervised, "_first_message", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Interrupted):
+        start(tmp_path)
+    facts = read(facts_file)
+    assert gone(facts["child"])
+    assert not Path(facts["tmp"]).exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_log_that_cannot_be_opened_leaves_no_descriptor(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError):
+        Supervised("decode0", ["true"], os.environ, tmp_path / "no" / "log", "http://127.0.0.1:1")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Vanishing:
+    """A process that ends while it is looked at."""
+
+    pid = 2**22  # above the kernel's highest
+
+    def status(self) -> str:
+        raise psutil.NoSuchProcess(self.pid)
+
+    def kill(self) -> None:
+        raise psutil.NoSuchProcess(self.pid)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_no_error(monkeypatch):
+    assert guard._living([Vanishing(), psutil.Process()]) == [psutil.Process()]
+    monkeypatch.setattr(guard, "_descendants", lambda: [Vanishing()])
+    guard._kill_all()
+    assert guard._shared_memory() == set()
+
+
+def test_shared_memory_of_others_is_not_ours(monkeypatch):
+    """Older than the guard: made by somebody else, and only attached by a descendant."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as old:
+        monkeypatch.setattr(guard, "_descendants", lambda: [psutil.Process()])
+        monkeypatch.setattr(guard, "_mapped", lambda _process: {old.name})
+        made = os.stat(old.name).st_ctime
+        monkeypatch.setattr(guard.psutil.Process, "create_time", lambda _self: made + 1)
+        assert guard._shared_memory() == set()
+        monkeypatch.setattr(guard.psutil.Process, "create_time", lambda _self: made - 1)
+        assert guard._shared_memory() == {old.name}
