@@ -19,7 +19,7 @@ help:
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { echo >&2 \
 	  "setup: Python 3.11 is needed: install it, or name it with make setup PYTHON=/path/to/python3.11"; exit 1; }
-	@"$(PYTHON)" scripts/setup_env.py
+	@exec "$(PYTHON)" scripts/setup_env.py
 
 demo: setup
 	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo

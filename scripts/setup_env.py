@@ -118,7 +118,10 @@ def needed_bytes(broken):
 
 def check_disk(broken):
     needs = {ROOT: needed_bytes(broken)}
-    temporary = tempfile.gettempdir()
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise SetupError("{}; free some space or set TMPDIR, and run again".format(error.strerror)) from None
     download = needs[ROOT] * DOWNLOAD_SHARE
     if os.stat(temporary).st_dev == os.stat(ROOT).st_dev:
         needs[ROOT] += download
@@ -254,10 +257,7 @@ def is_current():
 
 
 def disk_is_full():
-    folders = sorted({ROOT, tempfile.gettempdir()})
-    return "the disk is full ({}): free some space and run again; the next run goes on from here".format(
-        " or ".join(folders)
-    )
+    return "the disk of {} or of the temporary files is full: free some space and run again".format(ROOT)
 
 
 def check_child(status, lines, what):

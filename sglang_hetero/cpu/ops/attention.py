@@ -67,6 +67,16 @@ def attend_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(0, 1).transpose(0, 1)
 
 
+def _rows(req_pool_indices: torch.Tensor, seq_lens: torch.Tensor) -> list[tuple[int, int]]:
+    """(row of req_to_token, length) of every request.
+
+    req_pool_indices may be longer than seq_lens: attention-DP pads it with rows of no request, and for the draft model
+    SGLang takes the lengths before that (intel_amx_backend.py, extend_metadata). The output of padding is not read.
+    """
+    requests = seq_lens.tolist()
+    return list(zip(req_pool_indices.tolist()[: len(requests)], requests, strict=True))
+
+
 def decode_attention_cpu(
     query: torch.Tensor,
     k_cache: torch.Tensor,
@@ -103,7 +113,7 @@ def decode_attention_cpu(
     if key is not None and value is not None:
         k_cache[loc.long()] = key.view(-1, *k_cache.shape[1:]).to(k_cache.dtype)
         v_cache[loc.long()] = value.view(-1, *v_cache.shape[1:]).to(v_cache.dtype)
-    for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
+    for i, (row, length) in enumerate(_rows(req_pool_indices, seq_lens)):
         if length <= 0:
             output[i].zero_()
             continue
@@ -139,8 +149,9 @@ def extend_attention_cpu(
     """The new tokens of every request attend to its prefix and causally to themselves.
 
     q_extend [T, H, D]; o_extend [T, H, Dv] is written at the requests' tokens; seq_lens int [n] counts prefix and new
-    tokens, extend_seq_lens int [n] the new ones, which start at extend_start_loc. Keys and values are read from the
-    buffers, where the caller has stored the new ones; k_extend and v_extend repeat them.
+    tokens, extend_seq_lens int [n] the new ones, which start at extend_start_loc; req_pool_indices int [n or more].
+    Keys and values are read from the buffers, where the caller has stored the new ones; k_extend and v_extend repeat
+    them.
     """
     _refuse(
         "extend_attention_cpu",
@@ -151,10 +162,9 @@ def extend_attention_cpu(
         sliding_window_without_causal_mask=sliding_window_size > 0 and not is_causal,
         kv_scale=(k_scale, v_scale) != (1.0, 1.0),
     )
-    rows = zip(
-        req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), extend_start_loc.tolist(), strict=True
-    )
-    for row, length, new, start in rows:
+    rows = _rows(req_pool_indices, seq_lens)
+    spans = zip(extend_seq_lens.tolist(), extend_start_loc.tolist(), strict=True)
+    for (row, length), (new, start) in zip(rows, spans, strict=True):
         if new <= 0:
             continue
         slots = req_to_token[row, :length].long()

@@ -93,6 +93,19 @@ def test_extend_with_and_without_prefix(window, block, dtype, close, monkeypatch
         start += count
 
 
+def test_rows_that_attention_dp_padded_are_left_out(dtype, close):
+    lengths, new = [9, 4], [2, 4]
+    paged = Paged(lengths, dtype)
+    q = torch.randn(sum(new), H, D).to(dtype)
+    plain, padded = torch.zeros_like(q), torch.zeros_like(q)
+    extend(paged, q, plain, lengths, new)
+    paged.rows = torch.cat([paged.rows, torch.zeros(3, dtype=paged.rows.dtype)])
+    extend(paged, q, padded, lengths, new)
+    assert torch.equal(padded, plain)
+    with pytest.raises(ValueError, match="zip"):  # more requests than rows is no padding
+        extend(paged, q, padded, [9, 4, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1])
+
+
 def test_extend_without_mask_sees_everything(dtype, close):
     paged = Paged([6], dtype)
     q = torch.randn(3, H, D, dtype=dtype)

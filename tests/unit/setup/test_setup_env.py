@@ -192,6 +192,16 @@ def test_the_disk_of_temporary_files_is_looked_at(setup_env, venv, tmp_path, mon
         setup_env.check_disk(["torch"])
 
 
+def test_no_room_for_temporary_files_is_a_sentence(setup_env, venv, monkeypatch):
+    def gettempdir():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(setup_env.tempfile, "gettempdir", gettempdir)
+    with pytest.raises(setup_env.SetupError, match=r"No usable temporary directory .* set TMPDIR"):
+        setup_env.check_disk(["torch"])
+    assert "full" in setup_env.disk_is_full()
+
+
 # --- what it finds broken
 
 
@@ -631,8 +641,8 @@ def test_the_lock_lives_as_long_as_pip(setup_env, running):
         (1, [], "pip failed: no output; "),
         (1, ["ERROR: Exception:", "Traceback", "KeyError: 'x'"], "pip failed: KeyError: 'x'; "),
         (-9, ["Collecting torch"], "pip failed: it was ended by signal 9; "),
-        (1, ["ERROR: ... [Errno 28] No space left on device: '/x'"], "the disk is full "),
-        (1, ["a"] * 50 + ["OSError: [Errno 122] Disk quota exceeded"] + ["b"] * 50, "the disk is full "),
+        (1, ["ERROR: ... [Errno 28] No space left on device: '/x'"], "the disk of "),
+        (1, ["a"] * 50 + ["OSError: [Errno 122] Disk quota exceeded"] + ["b"] * 50, "the disk of "),
     ],
 )
 def test_a_failed_child_gives_one_reason(setup_env, status, lines, sentence):
@@ -649,7 +659,7 @@ def test_a_failed_child_gives_one_reason(setup_env, status, lines, sentence):
         (errno.EACCES, "cannot write /x/.venv.lock (Permission denied): run as the owner"),
         (errno.EROFS, "cannot write /x/.venv.lock (Read-only file system): "),
         (errno.EISDIR, "cannot use /x/.venv.lock (Is a directory): "),
-        (errno.ENOSPC, "the disk is full "),
+        (errno.ENOSPC, "the disk of "),
     ],
 )
 def test_an_error_of_the_system_names_the_path_and_the_remedy(setup_env, capsys, monkeypatch, number, sentence):
@@ -676,6 +686,24 @@ def test_make_without_python_says_so(tmp_path, python):
     assert len(lines) == 1, lines
     assert "Python 3.11" in lines[0]
     assert "PYTHON=/path/to/python3.11" in lines[0]
+
+
+def test_a_signal_to_make_reaches_the_script(tmp_path):
+    """A shell between the two would die of it and leave the script running."""
+    shutil.copy(MAKEFILE, tmp_path)
+    (tmp_path / "scripts").mkdir()
+    script = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    (tmp_path / "scripts" / "setup_env.py").write_text(script)
+    command = ["make", "setup", f"PYTHON={sys.executable}"]
+    process = subprocess.Popen(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, stderr=subprocess.DEVNULL)
+    pid = tmp_path / "pid"
+    deadline = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.terminate()
+    process.wait(timeout=30)
+    assert not exists(int(pid.read_text()))
 
 
 def test_every_target_is_phony_and_in_the_help():
