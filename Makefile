@@ -13,7 +13,7 @@ help:
 	@echo "make unit    the tests that start no server (about 2 minutes)"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
-	@echo "make bench   the 16,384-token prefill on the CPU reference platform"
+	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s"
 	@echo "make clean   remove .venv and $(OUT)/"
 
 setup:
@@ -25,7 +25,7 @@ demo: setup
 	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo
 
 test: setup lint
-	@$(BIN)/python -m pytest
+	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=5
 
 unit: setup
 	@$(BIN)/python -m pytest tests/unit tests/harness
@@ -40,7 +40,7 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 bench: setup
-	@$(BIN)/python -m bench_serving.prefill_cpu
+	@$(BIN)/python -m bench_serving.prefill_cpu --limit 60
 
 clean:
 	rm -rf .venv .venv.lock $(OUT)

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_hetero.client import Client
 from tests.serving.fleets import CHUNK, LOGPROB_TOLERANCE, Setup
 
 WINDOW_FIRST = "window_first"
@@ -35,6 +34,7 @@ EQUAL = [
     Setup("p3_d1", model="tiny-h6"),
     Setup("p2x2_d2", mtp=1),
     Setup("p2_d2dp2", model="tiny-moe", options=("--page-size", "64")),
+    # Also the smoke test of sglang-router's production router.
     Setup("p1_d1", model="qwen35-2b-cache", options=("--router", "rust", "--max-requests", "4")),
 ]
 BFLOAT16 = Setup("p2_d1", options=("--dtype", "bfloat16"))
@@ -97,13 +97,6 @@ def test_a_cached_prefix_gives_the_same_tokens(served):
     assert again.meta["cached_tokens"] > 0, "the prefix cache was not used"
     # The draft KV at the end of the shared prefix is that of the first request (docs/upstream_faults.md).
     served.check(longer, again, drafts=False)
-
-
-@pytest.mark.parametrize("served", [DIVIDED], ids=lambda setup: setup.id, indirect=True)
-def test_rust_router(served, rust_router):
-    """One smoke test: the production router before the same servers."""
-    prompt = served.prompt(43)
-    assert Client(rust_router(served)).generate(prompt, 16).tokens == served.reference(prompt, 16).tokens
 
 
 @pytest.mark.parametrize("served", [BFLOAT16], ids=lambda setup: setup.id, indirect=True)
