@@ -9,8 +9,8 @@ if [ "$topology" = up ]; then
     shift
 fi
 command=$here/../.venv/bin/sglang-hetero
-if [ ! -x "$command" ]; then
-    echo "launch: there is no .venv yet: run \`make setup\` first" >&2
+if [ ! -x "$command" ] && ! command=$(command -v sglang-hetero); then
+    echo "launch: sglang-hetero is not installed: run \`make setup\` in the checkout first" >&2
     exit 1
 fi
 exec "$command" up "$topology" --mtp 3 "$@"
