@@ -39,7 +39,7 @@ LOGPROB_TOLERANCE = 1e-5
 class Setup:
     """What to start: a topology and the options of `sglang-hetero up` that differ from its defaults.
 
-    killed: end it by killing the launcher instead of asking it to stop.
+    end: the signal that ends the launcher; it never reaches the servers themselves.
     """
 
     topology: str
@@ -47,7 +47,7 @@ class Setup:
     model: str = "tiny"
     conv_layout: str = "channels_first"
     options: tuple[str, ...] = ()
-    killed: bool = False
+    end: signal.Signals = signal.SIGTERM
 
     @property
     def id(self) -> str:
@@ -195,12 +195,9 @@ def stop(served: Served) -> None:
     shared = shared_memory(processes)
     started = len(pids(served.described))
     assert len(alive(processes)) > started, "the servers had no workers: this check looks at the wrong processes"
-    if served.setup.killed:
-        served.launcher.kill()
-        served.launcher.wait()
-    else:
-        served.launcher.send_signal(signal.SIGTERM)
-        assert served.launcher.wait(STOP_SECONDS) == 0
+    served.launcher.send_signal(served.setup.end)
+    status = served.launcher.wait(STOP_SECONDS)
+    assert status == (-signal.SIGKILL if served.setup.end is signal.SIGKILL else 0)
     deadline = time.monotonic() + STOP_SECONDS
     while (left := alive(processes)) or (files := [path for path in shared if path.exists()]):
         assert time.monotonic() < deadline, f"{served.setup.id}: left behind: {left or files}"

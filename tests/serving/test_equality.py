@@ -1,6 +1,7 @@
 """Real servers give the tokens and accept-length histograms of transformers, in every topology."""
 
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,11 +14,11 @@ UNDIVIDED = Setup("mixed_tp1")
 DIVIDED = Setup("p2_d1")
 PREFIX_CACHE = Setup("mixed_tp1", mtp=1, model="tiny-moe", options=("--radix-cache",))
 EQUAL = [
-    Setup("mixed_tp1", mtp=0),
+    Setup("mixed_tp1", mtp=0, end=signal.SIGINT),
     UNDIVIDED,
     Setup("mixed_tp2", mtp=0),
     Setup("mixed_tp2"),
-    Setup("p1_d1", mtp=0, killed=True),
+    Setup("p1_d1", mtp=0, end=signal.SIGKILL),
     Setup("p1_d1"),
     Setup("p2_d1", mtp=0),
     DIVIDED,
