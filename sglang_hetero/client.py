@@ -135,7 +135,8 @@ class Client:
     def chat(self, content: str, tokens: int) -> Generation:
         """Greedy `/v1/chat/completions` of exactly `tokens` tokens, streamed: one user message.
 
-        Has log-probabilities, but no token ids: SGLang gives none in a chat stream.
+        Has neither token ids nor log-probabilities: a chat stream of SGLang tells no ids, and drops the
+        log-probabilities of tokens that complete no character.
         """
         path = "/v1/chat/completions"
         body = {
@@ -146,23 +147,19 @@ class Client:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "logprobs": True,
         }
         start = time.perf_counter()
         text, reason = "", None
-        values: list[float] = []
         usage: dict[str, int] = {}
         with self._post(path, body) as response:
             for event in self._events(path, response):
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
                     text += choice["delta"].get("content") or ""
-                    values += [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
                     reason = choice.get("finish_reason") or reason
             seconds = time.perf_counter() - start
             self._finished(path, reason)
-            count = usage["completion_tokens"]
-            return Generation(text, [], usage["prompt_tokens"], count, seconds, logprobs=values)
+            return Generation(text, [], usage["prompt_tokens"], usage["completion_tokens"], seconds)
 
 
 def _join(have: list[int], new: list[int], count: int) -> list[int]:

@@ -6,8 +6,8 @@
   ended: then every process that came from the command is stopped, first politely, after GRACE_SECONDS by SIGKILL.
 * Is a child subreaper (Linux): grandchildren whose parent died stay its descendants and are found.
 * Gives the command a TMPDIR of its own and removes it: SGLang leaves the names of its IPC sockets there.
-* Removes the shared memory that those processes had mapped: SGLang ends by SIGKILL and leaves it behind, 25 MB for each
-  server with more than one rank.
+* Removes the shared memory that those processes had mapped, and lets Python's resource trackers remove semaphores:
+  SGLang ends by SIGKILL and leaves both behind, 25 MB for each server with more than one rank.
 * Writes `pid N` and, at the end, `exit N` to STATUS_FD.
 
 Standard library and psutil only, so that it starts at once.
@@ -36,6 +36,8 @@ _LOOK_SECONDS = 5.0
 _SHARED_MEMORY = "/dev/shm/"
 # How long SIGKILL may take before a process is given up as unkillable.
 _KILL_SECONDS = 30.0
+# How long a resource tracker may take to tidy up after the last process that it served.
+_TRACKER_SECONDS = 5.0
 _LIBC = ctypes.CDLL(None)
 
 
@@ -79,8 +81,17 @@ def _shared_memory() -> set[str]:
     return ours
 
 
-def _kill_all() -> None:
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether it is the helper of Python's multiprocessing that unlinks named semaphores once its parents are gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    return False
+
+
+def _kill_all(spare_trackers: bool) -> None:
     for process in _descendants():
+        if spare_trackers and _is_resource_tracker(process):
+            continue  # it ends by itself, and nothing else knows the names of the semaphores
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
@@ -115,7 +126,7 @@ def _stop(command: subprocess.Popen[bytes], grace: float) -> None:
     while left := _descendants():
         waited = time.monotonic() - start
         if waited > grace:
-            _kill_all()
+            _kill_all(spare_trackers=waited < grace + _TRACKER_SECONDS)
         if waited > grace + _KILL_SECONDS:
             # In the kernel, on a dead disk say: nobody can end it, and waiting for it would hang the launcher, too.
             print(f"guard: cannot kill {[process.pid for process in left]}", file=sys.stderr, flush=True)

@@ -78,25 +78,33 @@ def test_generate_with_logprobs_is_one_answer():
     assert seen[0][1]["stream"] is False
 
 
-def chat_event(content=None, reason=None, logprob=None, usage=None):
-    choice = {"delta": {"content": content}, "finish_reason": reason}
-    if logprob is not None:
-        choice["logprobs"] = {"content": [{"token": content, "logprob": logprob}]}
-    return {"choices": [choice], "usage": usage}
+def chat_event(content=None, reason=None):
+    return {"choices": [{"delta": {"content": content}, "finish_reason": reason}], "usage": None}
 
 
-def test_chat_joins_text_and_logprobs():
-    body = events(
-        chat_event("a", logprob=-0.5),
-        chat_event("b", logprob=-1.0),
-        chat_event(None, "length"),
-        {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}},
-    )
-    with answering(body) as (client, seen):
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+
+
+def test_chat_joins_the_text():
+    with answering(events(chat_event("a"), chat_event("b"), chat_event(None, "length"), USAGE)) as (client, seen):
         answer = client.chat("question", 2)
-    assert (answer.text, answer.logprobs, answer.prompt_tokens, answer.completion_tokens) == ("ab", [-0.5, -1.0], 9, 2)
-    assert answer.tokens == []
+    assert (answer.text, answer.tokens, answer.prompt_tokens, answer.completion_tokens) == ("ab", [], 9, 2)
+    assert seen[0][0] == "/v1/chat/completions"
     assert seen[0][1]["messages"] == [{"role": "user", "content": "question"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (events(chat_event("a", "abort"), USAGE), "ended early: abort"),
+        (events(chat_event("a"), USAGE), "ended early: None"),
+        (events(chat_event("a", "length")), "unexpected answer: KeyError"),
+    ],
+    ids=["aborted", "no reason", "no usage"],
+)
+def test_a_chat_that_is_not_whole_is_an_error(body, reason):
+    with answering(body) as (client, _), pytest.raises(RequestFailed, match=reason):
+        client.chat("question", 2)
 
 
 BAD = {

@@ -19,7 +19,7 @@ from sglang_hetero.launcher.process import ProcessDied, Supervised
 # A server with a child in a session of its own, which a signal to the server's group does not reach; both ignore
 # SIGTERM. It writes the child's pid and TMPDIR to a file, as SGLang writes its sockets.
 STUBBORN = """
-import json, mmap, os, signal, subprocess, sys, time
+import json, mmap, multiprocessing, os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
                           "time.sleep(600)"], start_new_session=True)
@@ -27,8 +27,10 @@ open(os.environ["TMPDIR"] + "/socket", "w").close()
 shared = open("/dev/shm/sglang-hetero-test-%d" % os.getpid(), "wb+")
 shared.truncate(4096)
 mapped = mmap.mmap(shared.fileno(), 4096)
+lock = multiprocessing.get_context("spawn").Lock()
 with open(sys.argv[1] + ".new", "w") as file:
-    json.dump({"child": child.pid, "tmp": os.environ["TMPDIR"], "shared": shared.name}, file)
+    json.dump({"child": child.pid, "tmp": os.environ["TMPDIR"], "shared": shared.name,
+               "semaphore": "/dev/shm/sem." + lock._semlock.name[1:]}, file)
 os.rename(sys.argv[1] + ".new", sys.argv[1])
 if "end" in sys.argv:
     os.unlink(shared.name)
@@ -72,11 +74,13 @@ def test_stop_ends_server_and_grandchild_and_removes_tmpdir(tmp_path):
     assert not gone(facts["child"])
     assert Path(facts["tmp"], "socket").exists()
     assert Path(facts["shared"]).exists()
+    assert Path(facts["semaphore"]).exists()
     supervised.stop()
     assert gone(supervised.pid)
     assert gone(facts["child"])
     assert not Path(facts["tmp"]).exists()
     assert not Path(facts["shared"]).exists()
+    assert not Path(facts["semaphore"]).exists()
     assert supervised.poll() == -signal.SIGKILL
 
 
@@ -129,6 +133,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
     launcher.stdout.close()
     wait_for(lambda: gone(server) and gone(facts["child"]) and not Path(facts["tmp"]).exists())
     assert not Path(facts["shared"]).exists()
+    assert not Path(facts["semaphore"]).exists()
 
 
 def test_the_server_dies_with_its_guard(tmp_path):
@@ -177,6 +182,9 @@ class Vanishing:
 
     pid = 2**22  # above the kernel's highest
 
+    def cmdline(self) -> list[str]:
+        raise psutil.NoSuchProcess(self.pid)
+
     def status(self) -> str:
         raise psutil.NoSuchProcess(self.pid)
 
@@ -187,7 +195,7 @@ class Vanishing:
 def test_a_process_that_ends_while_it_is_looked_at_is_no_error(monkeypatch):
     assert guard._living([Vanishing(), psutil.Process()]) == [psutil.Process()]
     monkeypatch.setattr(guard, "_descendants", lambda: [Vanishing()])
-    guard._kill_all()
+    guard._kill_all(spare_trackers=True)
     assert guard._shared_memory() == set()
 
 
