@@ -135,6 +135,7 @@ def _stop(command: subprocess.Popen[bytes], grace: float) -> None:
         _reap_orphans(command)
         time.sleep(_POLL_SECONDS)
     command.wait()
+    _reap_orphans(command)
 
 
 class _Asked(Exception):
