@@ -62,8 +62,8 @@ def server_env(base: Mapping[str, str], options: Options, instance: Instance, fi
     return inherited | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, first_rank),
-        # More threads spin against each other as soon as this machine does anything else: a 2,700-token prompt on two
-        # busy cores took 59 s with two threads and 6 s with one.
+        # More threads spin against each other as soon as this machine does anything else: with two of them on two busy
+        # cores the prompts of the demo took about ten times as long as with one.
         "OMP_NUM_THREADS": str(THREADS_PER_RANK),
         "TOKENIZERS_PARALLELISM": "false",
         layout.CONV_LAYOUT_ENV: options.conv_layout.value,
