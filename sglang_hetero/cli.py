@@ -1,11 +1,14 @@
 """The console script `sglang-hetero`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from sglang_hetero import __version__
 from sglang_hetero.errors import HeteroError
+
+STDERR = 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,8 +31,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _open_standard_streams() -> None:
+    """Give descriptors 0 to 2 something to be: where the caller closed one, the next pipe would take its number."""
+    descriptor = 0
+    while descriptor <= STDERR:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an error meant for a person is printed as it is and gives exit status 1."""
+    _open_standard_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     # argparse would take what follows `--` for positional arguments of the command.
     split = given.index("--") if "--" in given else len(given)

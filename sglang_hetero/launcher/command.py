@@ -21,6 +21,9 @@ ATTENTION = (
 )
 # With SGLANG_USE_CPU_ENGINE SGLang sizes its pools from max_total_tokens; the fraction only has to leave room.
 MEM_FRACTION = "0.2"
+# Variables of the caller's shell that a server does not get: each may change arithmetic (SGLANG_MAMBA_SSM_DTYPE), keep
+# our plugin out (SGLANG_PLUGINS) or choose another transport, and the fleet would not be what its options say.
+FOREIGN = ("SGLANG_", "MC_", "MOONCAKE_")
 
 # The Rust router answers /health before it knows any server; /readiness waits for healthy ones.
 ROUTER_HEALTH = {Router.MINI: "/health", Router.RUST: "/readiness"}
@@ -57,8 +60,7 @@ def _bind(ranks: int, first: int) -> str:
 
 def server_env(base: Mapping[str, str], options: Options, instance: Instance, first_rank: int) -> dict[str, str]:
     """Environment of one server, from that of the launcher; its ranks are the fleet's from `first_rank` on."""
-    # A whitelist of plugins that does not name ours would switch the CPU platform off.
-    inherited = {name: value for name, value in base.items() if name != "SGLANG_PLUGINS"}
+    inherited = {name: value for name, value in base.items() if not name.startswith(FOREIGN)}
     return inherited | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, first_rank),

@@ -1,5 +1,6 @@
 """All processes of one topology: started together, waited for, stopped together."""
 
+import fcntl
 import os
 import shutil
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 import requests
 
@@ -69,6 +70,7 @@ class Fleet:
         self.servers: list[Server] = []
         self.router: Supervised | None = None
         self._say = say
+        self._log_lock: TextIO | None = None
 
     @property
     def url(self) -> str:
@@ -169,7 +171,10 @@ class Fleet:
                 folder = wanted.absolute()
                 folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(folder).free
-            tempfile.TemporaryFile(dir=folder).close()  # may we write there?
+            self._log_lock = open(folder / "fleet.lock", "w")  # noqa: SIM115 (held until stop)
+            fcntl.flock(self._log_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(f"--log-dir {folder}: another fleet is logging there; choose another folder") from None
         except OSError as error:
             raise StartError(
                 f"cannot write logs to {wanted or tempfile.gettempdir()}: {error.strerror or error}; choose another "
@@ -221,6 +226,9 @@ class Fleet:
             process.request_stop()
         for process in self.processes:
             process.stop()
+        if self._log_lock is not None:
+            self._log_lock.close()
+            self._log_lock = None
 
     def describe(self) -> dict[str, object]:
         """Every endpoint and pid, ready for JSON."""

@@ -1,11 +1,11 @@
 """A process between the launcher and one server that leaves nothing behind, whoever dies first.
 
-`python -m sglang_hetero.launcher.guard CONTROL_FD STATUS_FD GRACE_SECONDS -- COMMAND ...`
+`python -m sglang_hetero.launcher.guard CONTROL_FD STATUS_FD GRACE_SECONDS SCRATCH -- COMMAND ...`
 
 * Ends when the launcher closes (or loses, by dying) the other end of CONTROL_FD, on SIGTERM, or when the command has
   ended: then every process that came from the command is stopped, first politely, after GRACE_SECONDS by SIGKILL.
 * Is a child subreaper (Linux): grandchildren whose parent died stay its descendants and are found.
-* Gives the command a TMPDIR of its own and removes it: SGLang leaves the names of its IPC sockets there.
+* Gives the command SCRATCH, an empty folder, as TMPDIR and removes it: SGLang leaves names of IPC sockets there.
 * Removes the shared memory that those processes had mapped, and lets Python's resource trackers remove semaphores:
   SGLang ends by SIGKILL and leaves both behind, 25 MB for each server with more than one rank.
 * Writes `pid N` and, at the end, `exit N` to STATUS_FD.
@@ -21,7 +21,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from types import FrameType
 
@@ -30,8 +29,10 @@ import psutil
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Between two looks at whether the command has ended, and whether all has been stopped.
+_WATCH_SECONDS = 0.5
 _POLL_SECONDS = 0.1
-# How often the mappings of running processes are looked at, for those that crash before the stop.
+# How often all descendants are looked at (which costs): for orphans, and for the mappings of those that may crash.
 _LOOK_SECONDS = 5.0
 _SHARED_MEMORY = "/dev/shm/"
 # How long SIGKILL may take before a process is given up as unkillable.
@@ -109,11 +110,11 @@ def _watch(command: subprocess.Popen[bytes], control: int) -> set[str]:
     shared: set[str] = set()
     looked = time.monotonic()
     while command.poll() is None:
-        _reap_orphans(command)
-        if select.select([control], [], [], _POLL_SECONDS)[0]:
+        if select.select([control], [], [], _WATCH_SECONDS)[0]:
             break  # end of file: nothing is ever written
         if time.monotonic() - looked > _LOOK_SECONDS:
             looked = time.monotonic()
+            _reap_orphans(command)
             shared |= _shared_memory()
     return shared
 
@@ -147,18 +148,16 @@ def _on_signal(_number: int, _frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    control, status, grace = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    control, status, grace, scratch = int(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3]
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's business
     signal.signal(signal.SIGTERM, _on_signal)
     shared: set[str] = set()
     command = None
-    # Short on purpose: the path of a Unix socket has at most 107 bytes.
-    scratch = tempfile.mkdtemp(prefix="sgh-")
     try:
         with contextlib.suppress(_Asked, BrokenPipeError):  # asked to stop, or the launcher is gone
             command = subprocess.Popen(
-                arguments[4:],
+                arguments[5:],
                 env=dict(os.environ, TMPDIR=scratch),
                 stdin=subprocess.DEVNULL,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 (this process has one thread)

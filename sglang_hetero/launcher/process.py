@@ -2,8 +2,10 @@
 
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,8 +19,21 @@ TAIL_LINES = 25
 _TAIL_BYTES = 16384
 
 
+# Longest path of a scratch folder: a Unix socket's has at most 107 bytes, and SGLang adds names of its own.
+SCRATCH_LENGTH = 64
+
+
 class ProcessDied(HeteroError):
     """A server or router ended without being asked to."""
+
+
+def _scratch_folder() -> str:
+    """A new folder with a short path, in TMPDIR where that is short enough."""
+    folder = tempfile.mkdtemp(prefix="sgh-")
+    if len(os.fsencode(folder)) > SCRATCH_LENGTH:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="sgh-", dir="/tmp")
+    return folder
 
 
 class Supervised:
@@ -47,13 +62,15 @@ class Supervised:
         self._messages = b""
         control, self._control = os.pipe()
         self._status, status = os.pipe()
+        self._scratch = _scratch_folder()
         guard = [sys.executable, "-m", "sglang_hetero.launcher.guard", str(control), str(status), str(GRACE_SECONDS)]
         try:
             try:
                 with open(log, "wb") as output:
                     self._guard = subprocess.Popen(
-                        [*guard, "--", *command],
-                        env=dict(env),
+                        [*guard, self._scratch, "--", *command],
+                        # Modules of the folder that we happen to stand in must not take the place of installed ones.
+                        env=dict(env) | {"PYTHONSAFEPATH": "1"},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -102,6 +119,7 @@ class Supervised:
         if self._guard is not None:
             self._guard.wait()
         self.poll()
+        shutil.rmtree(self._scratch, ignore_errors=True)  # a guard that was killed could not
         if self._status >= 0:
             os.close(self._status)
             self._status = -1

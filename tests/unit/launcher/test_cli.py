@@ -1,8 +1,11 @@
 """Bad input ends with one clear line and exit status 1, before anything is started."""
 
+import fcntl
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -82,6 +85,27 @@ def test_log_folder_that_cannot_be_made(capsys, tmp_path):
     line = fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path / "file"))
     assert str(tmp_path / "file") in line
     assert "--log-dir" in line
+
+
+def test_log_folder_of_a_running_fleet(capsys, tmp_path):
+    with open(tmp_path / "fleet.lock", "w") as running:
+        fcntl.flock(running, fcntl.LOCK_EX)
+        assert "another fleet is logging there" in fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_not_taken_by_pipes(tmp_path, closed):
+    """The first descriptors that the command opens must not be 0, 1 or 2."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "from sglang_hetero import cli\n"
+        "cli._open_standard_streams()\n"
+        "open(sys.argv[1], 'w').write(str(min(os.pipe())))\n"
+    )
+    command = f"{sys.executable} {program} {tmp_path / 'fd'} {closed}"
+    assert subprocess.run(["sh", "-c", command], check=False, timeout=60).returncode == 0
+    assert int((tmp_path / "fd").read_text()) > 2
 
 
 def test_no_disk_space(capsys, tmp_path, monkeypatch):

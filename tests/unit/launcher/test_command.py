@@ -68,12 +68,13 @@ def test_environment(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
     prefill, decode = topology.parse("p4_d1").instances
     options = Options(conv_layout=ConvLayout.WINDOW_FIRST, dtype=DType.BFLOAT16)
-    env = command.server_env({"HOME": "/home/x", "SGLANG_PLUGINS": "another"}, options, prefill, 0)
+    shell = {"SGLANG_PLUGINS": "another", "SGLANG_MAMBA_SSM_DTYPE": "bfloat16", "MC_STORE": "x", "MOONCAKE_CONFIG": "y"}
+    env = command.server_env({"HOME": "/home/x"} | shell, options, prefill, 0)
     assert env["HOME"] == "/home/x"
     assert env[CONV_LAYOUT_ENV] == "window_first"
     assert env["SGLANG_MAMBA_CONV_DTYPE"] == "bfloat16"
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|0|1"
-    assert "SGLANG_PLUGINS" not in env, "a whitelist would keep our plugin out"
+    assert not set(shell) & set(env), "a fleet is what its options say"
     # The fifth rank of the fleet: the CPUs go round.
     assert command.server_env({}, options, decode, 4)["SGLANG_CPU_OMP_THREADS_BIND"] == "0"
 

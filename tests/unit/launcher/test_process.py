@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -142,11 +141,11 @@ def test_the_server_dies_with_its_guard(tmp_path):
     wait_for(lambda: supervised.poll() is not None)
     wait_for(lambda: gone(supervised.pid))
     assert supervised.exit_code == -9
-    # Nobody is left to end the grandchild; SGLang's own workers ask the kernel for that. Clean up here.
+    supervised.stop()
+    assert not Path(facts["tmp"]).exists()
+    # Nobody is left to end the grandchild (SGLang's own workers ask the kernel for that) or to know the shared memory.
     os.kill(facts["child"], signal.SIGKILL)
     Path(facts["shared"]).unlink()
-    shutil.rmtree(facts["tmp"])
-    supervised.stop()
 
 
 def test_a_signal_during_start_leaves_nothing(tmp_path, monkeypatch):
@@ -209,3 +208,27 @@ def test_shared_memory_of_others_is_not_ours(monkeypatch):
         assert guard._shared_memory() == set()
         monkeypatch.setattr(guard.psutil.Process, "create_time", lambda _self: made - 1)
         assert guard._shared_memory() == {old.name}
+
+
+def test_a_long_tmpdir_is_not_used(tmp_path, monkeypatch):
+    """The paths of SGLang's sockets would not fit."""
+    long = tmp_path / ("x" * process.SCRATCH_LENGTH)
+    long.mkdir()
+    monkeypatch.setattr(process.tempfile, "tempdir", str(long))
+    folder = process._scratch_folder()
+    try:
+        assert len(folder) <= process.SCRATCH_LENGTH
+        assert list(long.iterdir()) == []
+    finally:
+        os.rmdir(folder)
+
+
+def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
+    for name in ("tempfile", "psutil", "sgl_kernel"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the current folder')\n")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", "import psutil, tempfile"]
+    supervised = Supervised("decode0", command, os.environ, tmp_path / "log", "http://127.0.0.1:1")
+    wait_for(lambda: supervised.poll() is not None)
+    assert supervised.exit_code == 0, supervised.tail()
+    supervised.stop()
