@@ -18,7 +18,8 @@ help:
 
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { echo >&2 \
-	  "setup: Python 3.11 is needed: install it, or name it with make setup PYTHON=/path/to/python3.11"; exit 1; }
+	  "setup: there is no Python at '$(PYTHON)': install Python 3.11, or name it with make setup PYTHON=/path/to/python3.11"; \
+	  exit 1; }
 	@exec "$(PYTHON)" scripts/setup_env.py
 
 demo: setup

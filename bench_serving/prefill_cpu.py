@@ -22,7 +22,8 @@ from sglang_hetero.client import Client
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import flags, topology
 from sglang_hetero.launcher.fleet import Fleet
-from sglang_hetero.launcher.options import Options
+from sglang_hetero.launcher.options import DEFAULT_CHUNK, Options
+from sglang_hetero.launcher.stopping import Stopped, raise_on_signals
 
 TOKENS = 16384
 ROUNDS = 3
@@ -64,9 +65,10 @@ def main() -> int:
     flags.add(parser, Options(max_tokens=TOKENS + 4096))
     arguments = parser.parse_args()
     options = flags.options(arguments)
-    options = replace(options, max_tokens=max(options.max_tokens, arguments.tokens + options.chunk))
-    gflops = matmul_gflops()
+    options = replace(options, max_tokens=max(options.max_tokens, arguments.tokens + DEFAULT_CHUNK))
     try:
+        raise_on_signals()
+        gflops = matmul_gflops()
         with Fleet(topology.parse("mixed_tp1"), options) as fleet:
             client = Client(fleet.url)
             client.generate(list(range(64)), 4)  # warm-up
@@ -74,6 +76,9 @@ def main() -> int:
             results = {length: measure(client, length, arguments.rounds) for length in lengths}
     except HeteroError as error:
         print(f"prefill_cpu: {error}", file=sys.stderr)
+        return 1
+    except Stopped:
+        print("prefill_cpu: stopped", file=sys.stderr)
         return 1
     spec = models.spec(options.model)
     figures = {

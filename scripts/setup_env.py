@@ -336,7 +336,7 @@ def install_torch(lock):
     if status and wants_cpu_build and met_no_version(lines) and not met_no_index(lines):
         raise SetupError(
             "the configured package index{} has no CPU build of torch {} for Python {}.{}: name one that has with "
-            "{}=<index of PyTorch's CPU wheels> and run again".format(
+            "{}=<index of PyTorch's CPU wheels, see pytorch.org, Get Started, CPU> and run again".format(
                 " with {}".format(index) if index else "", version, *sys.version_info[:2], TORCH_INDEX
             )
         )

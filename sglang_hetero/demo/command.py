@@ -1,6 +1,7 @@
 """`sglang-hetero demo`: the same prompts on a prefill/decode pair and on one undivided server, compared."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +21,7 @@ from sglang_hetero.launcher.stopping import Stopped, raise_on_signals
 DISAGGREGATED = "p2_d1"
 UNDIVIDED = "mixed_tp1"
 OUTPUT_TOKENS = 64
-# In this version upstream's own path moves the KV, with one descriptor per token and layer entry when the TP sizes
-# differ; Mooncake's TCP transport refuses batches of some thousand, so that a prompt travels in chunks below that.
-CHUNK_TOKENS = 512
-DEFAULTS = Options(mtp=3, chunk=CHUNK_TOKENS)
+DEFAULTS = Options(mtp=3)
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
         _say("demo: stopped")
         return 1
     Console(width=120 if not sys.stdout.isatty() else None).print(_table(arguments.topology, todo, divided, undivided))
+    print(
+        f"tokens/s say that it runs, not how fast: {topology.parse(arguments.topology).ranks} ranks share "
+        f"{len(os.sched_getaffinity(0))} CPUs, and with unequal TP sizes upstream sends each token on its own"
+    )
     different = sum(not same(one, other) for one, other in zip(divided, undivided, strict=True))
     print(f"{len(todo)} requests, {different} different, {time.monotonic() - start:.0f} s")
     print("FAIL" if different else "PASS")

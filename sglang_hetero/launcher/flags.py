@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sglang_hetero import models
 from sglang_hetero.cpu.layout import ConvLayout
-from sglang_hetero.launcher.options import DType, Options, Router
+from sglang_hetero.launcher.options import DEFAULT_CHUNK, UNEQUAL_TP_CHUNK, DType, Options, Router
 
 
 def positive(text: str) -> int:
@@ -38,14 +38,41 @@ def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
         default=defaults.conv_layout.value,
         help="conv state as on CUDA (channels first) or as on Ascend NPUs (window first)",
     )
-    group.add_argument("--dtype", choices=[d.value for d in DType], default=defaults.dtype.value)
-    group.add_argument("--page-size", type=int, default=defaults.page_size, metavar="TOKENS")
     group.add_argument(
-        "--chunk", type=int, default=defaults.chunk, metavar="TOKENS", help="prompt tokens of one prefill step"
+        "--dtype",
+        choices=[d.value for d in DType],
+        default=defaults.dtype.value,
+        help=f"arithmetic, KV and conv state (default: {defaults.dtype.value})",
+    )
+    group.add_argument(
+        "--page-size",
+        type=int,
+        default=defaults.page_size,
+        metavar="TOKENS",
+        help=f"of the KV cache (default: {defaults.page_size})",
+    )
+    group.add_argument(
+        "--chunk",
+        type=int,
+        default=defaults.chunk,
+        metavar="TOKENS",
+        help=f"prompt tokens of one prefill step (default: {DEFAULT_CHUNK}, with unequal TP sizes {UNEQUAL_TP_CHUNK})",
     )
     group.add_argument("--radix-cache", action="store_true", help="prefix cache on (no_buffer strategy)")
-    group.add_argument("--max-tokens", type=int, default=defaults.max_tokens, metavar="TOKENS", help="KV cache size")
-    group.add_argument("--max-requests", type=int, default=defaults.max_requests, metavar="N")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=defaults.max_tokens,
+        metavar="TOKENS",
+        help=f"KV cache size (default: {defaults.max_tokens})",
+    )
+    group.add_argument(
+        "--max-requests",
+        type=int,
+        default=defaults.max_requests,
+        metavar="N",
+        help=f"that run at the same time on one server (default: {defaults.max_requests})",
+    )
     group.add_argument(
         "--router",
         choices=[r.value for r in Router],
@@ -59,7 +86,9 @@ def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
     group.add_argument(
         "--start-seconds", type=float, default=defaults.start_seconds, help="give up when not healthy by then"
     )
-    group.add_argument("--log-dir", type=Path, metavar="FOLDER", help="a log file per process (default: a new one)")
+    group.add_argument(
+        "--log-dir", type=Path, metavar="FOLDER", help="a log file per process; it stays (default: a new one)"
+    )
 
 
 def options(arguments: argparse.Namespace, server_arguments: tuple[str, ...] = ()) -> Options:

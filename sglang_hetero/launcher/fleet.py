@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -16,6 +16,7 @@ import requests
 
 from sglang_hetero import models
 from sglang_hetero.cpu import enable
+from sglang_hetero.cpu.layout import ConvLayout
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import command
 from sglang_hetero.launcher.options import Options
@@ -99,6 +100,9 @@ class Fleet:
     def start(self) -> None:
         """Check everything that can be checked, then start all processes; does not wait for them."""
         self.options.check()
+        if not self.options.chunk:
+            chunk = self.options.default_chunk(self.topology.has_unequal_tp)
+            self.options = replace(self.options, chunk=chunk)
         self.topology.check_model(models.spec(self.options.model))
         self._check_platform()
         ports = Ports(self.options.host)
@@ -107,9 +111,20 @@ class Fleet:
         model_path = str(models.path(self.options.model))
         self._say(
             f"{self.topology.name}: {len(self.topology.instances)} servers, {self.topology.ranks} ranks, model "
-            f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}; logs in "
-            f"{log_dir}"
+            f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}, "
+            f"prefill steps of {self.options.chunk} tokens; logs in {log_dir}"
         )
+        if self.topology.has_unequal_tp and self.options.conv_layout is ConvLayout.WINDOW_FIRST:
+            self._say(
+                "note: upstream transfers window-first conv states wrongly between unequal TP sizes: answers will be "
+                "fluent and wrong (docs/upstream_faults.md)"
+            )
+        safe = self.options.default_chunk(unequal_tp=True)
+        if self.topology.has_unequal_tp and self.options.chunk > safe:
+            self._say(
+                f"note: with prefill steps above {safe} tokens and unequal TP sizes a long prompt can make "
+                "every later request fail (docs/upstream_faults.md)"
+            )
         first_rank = 0
         for instance in self.topology.instances:
             self._start_server(instance, first_rank, self._endpoint(instance, ports, front_port), model_path, log_dir)
@@ -216,7 +231,7 @@ class Fleet:
             if waiting and now - shown > PROGRESS_SECONDS:
                 shown = now
                 for process in waiting:
-                    self._say(f"{now - start:5.0f} s  {process.name}: {process.tail(1)[:120] or 'starting'}")
+                    self._say(f"{now - start:5.0f} s  {process.name}: {process.progress()[:120]}")
             if waiting:
                 time.sleep(POLL_SECONDS)
 

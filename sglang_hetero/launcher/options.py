@@ -9,6 +9,11 @@ from sglang_hetero.cpu.layout import ConvLayout
 from sglang_hetero.errors import HeteroError
 
 MAX_MTP_DEPTH = 16
+# Prompt tokens of one prefill step: SGLang's usual figure, and one that stays below the batch that Mooncake's TCP
+# transport refuses: with unequal TP sizes upstream fills it with a descriptor per token and layer entry
+# (docs/upstream_faults.md).
+DEFAULT_CHUNK = 8192
+UNEQUAL_TP_CHUNK = 512
 
 
 class Router(StrEnum):
@@ -33,9 +38,10 @@ class OptionError(HeteroError):
 class Options:
     """One fleet. Sizes are tokens unless said otherwise.
 
-    mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed),
-    0 for a free one. chunk: largest number of prompt tokens in one prefill step. max_requests: requests that run at
-    the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if it is missing.
+    mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed), 0 for
+    a free one. chunk: largest number of prompt tokens in one prefill step, 0 for `default_chunk`. max_requests: requests
+    that run at the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if it is
+    missing.
     """
 
     model: str = "tiny"
@@ -43,7 +49,7 @@ class Options:
     conv_layout: ConvLayout = ConvLayout.CHANNELS_FIRST
     dtype: DType = DType.FLOAT32
     page_size: int = 1
-    chunk: int = 8192
+    chunk: int = 0
     radix_cache: bool = False
     max_tokens: int = 20480
     max_requests: int = 8
@@ -54,13 +60,17 @@ class Options:
     log_dir: Path | None = None
     server_arguments: tuple[str, ...] = field(default=())
 
+    def default_chunk(self, unequal_tp: bool) -> int:
+        """The chunk where none was asked for: whole pages."""
+        tokens = UNEQUAL_TP_CHUNK if unequal_tp else DEFAULT_CHUNK
+        return -(-tokens // self.page_size) * self.page_size
+
     def check(self) -> None:
         """Raise `OptionError` for what SGLang would refuse late or in many words."""
         if not 0 <= self.mtp <= MAX_MTP_DEPTH:
             raise OptionError(f"--mtp {self.mtp}: the depth is 0 (off) to {MAX_MTP_DEPTH}")
         positive = {
             "--page-size": self.page_size,
-            "--chunk": self.chunk,
             "--max-tokens": self.max_tokens,
             "--max-requests": self.max_requests,
             "--start-seconds": self.start_seconds,
@@ -74,6 +84,8 @@ class Options:
                 f"--radix-cache with --page-size {self.page_size}: SGLang's prefix cache for linear state works with "
                 "pages of 1 token on a CPU; leave one of the two out"
             )
+        if self.chunk < 0:
+            raise OptionError(f"--chunk {self.chunk}: must be 0 (chosen by the topology) or larger")
         if self.chunk % self.page_size:
             raise OptionError(f"--chunk {self.chunk} is not a multiple of --page-size {self.page_size}")
 

@@ -132,6 +132,13 @@ class Supervised:
             text = file.read().decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
+    def progress(self) -> str:
+        """The last line of the log that tells how far a start is: one with a time, and no probe of ours."""
+        for line in reversed(self.tail().splitlines()):
+            if line.startswith("[") and "/health" not in line:
+                return line
+        return "starting"
+
     def died(self) -> ProcessDied:
         """The error for an unexpected end, with the last log lines."""
         return ProcessDied(

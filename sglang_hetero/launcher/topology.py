@@ -97,6 +97,11 @@ class Topology:
         return self.instances[0].role is Role.MIXED
 
     @property
+    def has_unequal_tp(self) -> bool:
+        """Whether prefill and decode split a request's heads over different numbers of ranks."""
+        return len({instance.attention_tp for instance in self.instances}) > 1
+
+    @property
     def ranks(self) -> int:
         """Worker processes of all servers together."""
         return sum(instance.tp for instance in self.instances)

@@ -67,6 +67,7 @@ def test_busy_port(capsys, tmp_path):
         (("--chunk", "100", "--page-size", "64"), "--chunk 100 is not a multiple of --page-size 64"),
         (("--radix-cache", "--page-size", "64"), "--radix-cache with --page-size 64"),
         (("--max-requests", "0"), "--max-requests 0"),
+        (("--chunk", "-1"), "--chunk -1: must be 0"),
         (("--port", "70000"), "--port 70000: a TCP port is 1 to 65535"),
         (("--start-seconds", "nan"), "--start-seconds nan: must be larger than 0"),
         (("--host", "nohost"), "--host nohost: must be an IPv4 address"),
@@ -146,3 +147,36 @@ def test_help_has_examples(capsys, command):
 def test_models_lists_every_model(capsys):
     assert cli.main(("models",)) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == fleet_module.models.names()
+
+
+class Started(BaseException):
+    """As far as a test goes: the first server would be started now."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunk", "notes"),
+    [
+        (("p1_d1",), 8192, 0),
+        (("p2_d1",), 512, 0),
+        (("p2_d4dp2",), 8192, 0),
+        (("p2_d1", "--page-size", "100"), 600, 0),
+        (("p2_d1", "--chunk", "1024"), 1024, 1),
+        (("p2_d1", "--conv-layout", "window_first"), 512, 1),
+        (("p2_d2", "--conv-layout", "window_first"), 8192, 0),
+    ],
+)
+def test_prefill_steps_and_warnings_follow_the_tp_sizes(  # noqa: PLR0917 (fixtures and parameters)
+    capsys, tmp_path, monkeypatch, arguments, chunk, notes
+):
+    """What upstream cannot do with unequal TP sizes is avoided by default, and said where it is asked for."""
+
+    def started(_name: str, command: list[str], *_rest: object) -> None:
+        assert command[command.index("--chunked-prefill-size") + 1] == str(chunk)
+        raise Started
+
+    monkeypatch.setattr(fleet_module, "Supervised", started)
+    with pytest.raises(Started):
+        cli.main(("up", *arguments, "--log-dir", str(tmp_path)))
+    lines = capsys.readouterr().err.splitlines()
+    assert f"prefill steps of {chunk} tokens" in lines[0]
+    assert sum(line.startswith("note: ") for line in lines) == notes

@@ -232,3 +232,16 @@ def test_modules_of_the_current_folder_are_not_imported(tmp_path, monkeypatch):
     wait_for(lambda: supervised.poll() is not None)
     assert supervised.exit_code == 0, supervised.tail()
     supervised.stop()
+
+
+def test_progress_tells_the_last_step_and_no_warning(tmp_path):
+    log = "\n".join(
+        ["[12:00 TP0] Load weight end.", "  warnings.warn(", '[12:01] INFO: "GET /health" 503', "Only CUDA"]
+    )
+    command = [sys.executable, "-c", f"print({log!r})"]
+    supervised = Supervised("decode0", command, os.environ, tmp_path / "log", "http://127.0.0.1:1")
+    wait_for(lambda: supervised.poll() is not None)
+    assert supervised.progress() == "[12:00 TP0] Load weight end."
+    supervised.log.write_text("warnings.warn(")
+    assert supervised.progress() == "starting"
+    supervised.stop()
