@@ -39,9 +39,8 @@ class Options:
     """One fleet. Sizes are tokens unless said otherwise.
 
     mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed), 0 for
-    a free one. chunk: largest number of prompt tokens in one prefill step, 0 for `default_chunk`. max_requests: requests
-    that run at the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if it is
-    missing.
+    a free one. chunk: largest number of prompt tokens in one prefill step, 0 for `default_chunk`. max_requests: those
+    that run at the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if missing.
     """
 
     model: str = "tiny"
