@@ -3,3 +3,23 @@
 
 class HeteroError(Exception):
     """Base of every error that ends a command with one clear line instead of a traceback."""
+
+
+class ManifestError(HeteroError):
+    """A description of a rank's caches contradicts itself, or bytes are no such description."""
+
+
+class TopologyError(HeteroError):
+    """These ranks, or this number of them, cannot hand over a request to that rank."""
+
+
+class LayoutMismatch(HeteroError):
+    """Prefill and decode do not mean the same by a cache component."""
+
+
+class CoverageError(HeteroError):
+    """A destination element would be written by nobody, or by more than one source."""
+
+
+class BindError(HeteroError):
+    """Pages, slots or tokens of a request do not fit the plan."""

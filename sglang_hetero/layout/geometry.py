@@ -1,0 +1,56 @@
+"""The caches of a model before any sharding: what a manifest is checked against, and what one can be made from.
+
+Plain data. layout/config.py reads it from a checkpoint's configuration.
+"""
+
+from dataclasses import dataclass
+
+from .component import Segment
+
+
+@dataclass(frozen=True)
+class HeadAttention:
+    """Attention with keys and values per head. Widths in elements; heads are those of the whole model."""
+
+    kv_heads: int
+    key_width: int
+    value_width: int
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: one compressed row per token, the same on every rank. Widths in elements."""
+
+    latent_width: int
+    rope_width: int
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """A linear-attention or state-space layer.
+
+    conv_segments: channels of the convolution in order; conv_kernel: K, of which K-1 inputs are kept.
+    ssm_heads x ssm_rows x ssm_columns is the recurrent state.
+    """
+
+    conv_segments: tuple[Segment, ...]
+    conv_kernel: int
+    ssm_heads: int
+    ssm_rows: int
+    ssm_columns: int
+
+    @property
+    def live_window(self) -> int:
+        """Inputs of the convolution that the next forward reads."""
+        return self.conv_kernel - 1
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """Caches of a hybrid model, all ranks together. Layer ids are the model's; the draft counts its own from 0."""
+
+    attention: HeadAttention | LatentAttention
+    attention_layers: tuple[int, ...]
+    linear: LinearAttention | None
+    linear_layers: tuple[int, ...]
+    draft_layers: tuple[int, ...] = ()

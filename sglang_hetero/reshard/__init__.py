@@ -1,0 +1,21 @@
+"""Plan once per destination, bind once per request. Python and numpy: no torch, no SGLang, no I/O."""
+
+from .bind import Binding, Descriptors, Piece, bind, bind_pages, bind_slot
+from .compatibility import STRICT, Policy
+from .plan import Plan, plan
+from .share import Block, Share
+
+__all__ = [
+    "STRICT",
+    "Binding",
+    "Block",
+    "Descriptors",
+    "Piece",
+    "Plan",
+    "Policy",
+    "Share",
+    "bind",
+    "bind_pages",
+    "bind_slot",
+    "plan",
+]

@@ -1,0 +1,159 @@
+"""Whether two sides mean the same: every rule that refuses a pair before a byte moves, each once.
+
+Strides, the number of items and the order of axes in memory may differ, that is what the copies are for. What an
+element is may not.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_hetero.errors import LayoutMismatch, TopologyError
+from sglang_hetero.layout.component import PLAIN, Component, Item, Role, Sharding, describe_segments
+from sglang_hetero.layout.manifest import Manifest, Side
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to do about a component that only one side has. Everything not named here is refused.
+
+    Only draft roles may be named: without its state a model gives wrong text, without draft KV it only guesses worse.
+    Raises ValueError for another role.
+    """
+
+    drop: frozenset[Role] = field(default_factory=frozenset)
+    """Prefill has it, decode does not: it is not sent."""
+    start_empty: frozenset[Role] = field(default_factory=frozenset)
+    """Decode has it, prefill does not: decode begins with what its own steps write."""
+
+    def __post_init__(self) -> None:
+        vital = sorted(role for role in self.drop | self.start_empty if not role.draft)
+        if vital:
+            raise ValueError(f"{', '.join(vital)}: only draft roles can be left out")
+
+
+STRICT = Policy()
+"""Both sides must have the same components."""
+
+
+def check_sources(sources: Sequence[Manifest], destination: Manifest) -> None:
+    """Raise TopologyError or LayoutMismatch unless `sources` are all ranks of one prefill replica for `destination`."""
+    if not sources:
+        raise TopologyError(f"{destination.label} has no prefill rank to receive from; give one manifest per rank")
+    for manifest, side in [*((source, Side.PREFILL) for source in sources), (destination, Side.DECODE)]:
+        if manifest.side is not side:
+            raise TopologyError(
+                f"{manifest.label} stands where a {side} rank is needed; a hand-over goes prefill to decode"
+            )
+    first = sources[0]
+    for source in sources:
+        _check_peer(first, source)
+    _check_complete(sources)
+    if first.page_size != destination.page_size:
+        raise LayoutMismatch(
+            f"{first.label} has pages of {first.page_size} tokens, {destination.label} of {destination.page_size}: "
+            "pages of one size cannot become pages of another; start both with the same --page-size"
+        )
+    if first.model != destination.model:
+        raise LayoutMismatch(
+            f"{first.label} serves model {first.model}, {destination.label} {destination.model}: their caches have "
+            "nothing to do with each other; start both with the same checkpoint"
+        )
+
+
+def _check_peer(first: Manifest, source: Manifest) -> None:
+    """Raise unless two ranks can be of one prefill replica."""
+    for name in ("tp_size", "pp_size", "dp_size", "dp_rank"):
+        mine, other = getattr(first.coordinates, name), getattr(source.coordinates, name)
+        if mine != other:
+            raise TopologyError(
+                f"{first.label} has {name} {mine}, {source.label} {other}: ranks of two replicas cannot hand over one "
+                "request; give the ranks of one prefill replica"
+            )
+    for name in ("page_size", "model"):
+        mine, other = getattr(first, name), getattr(source, name)
+        if mine != other:
+            raise LayoutMismatch(f"{first.label} has {name} {mine}, {source.label} {other}: restart the prefill server")
+
+
+def _check_complete(sources: Sequence[Manifest]) -> None:
+    places = [(source.coordinates.pp_rank, source.coordinates.tp_rank) for source in sources]
+    twice = sorted({place for place in places if places.count(place) > 1})
+    if twice:
+        raise TopologyError(
+            f"two manifests of prefill stage {twice[0][0]}, TP rank {twice[0][1]} ({sources[0].host}): a rank that was "
+            "restarted has a new incarnation; drop the old manifest"
+        )
+    first = sources[0].coordinates
+    wanted = {(pp, tp) for pp in range(first.pp_size) for tp in range(first.tp_size)}
+    missing = sorted(wanted - set(places))
+    if missing:
+        listed = ", ".join(f"stage {pp} TP rank {tp}" for pp, tp in missing[:4]) + (", ..." if len(missing) > 4 else "")
+        raise TopologyError(
+            f"the prefill server at {sources[0].host} has {len(wanted)} ranks, no manifest of {listed}: wait until all "
+            "of them are registered"
+        )
+
+
+def check_roles(sources: Sequence[Manifest], destination: Manifest, policy: Policy) -> frozenset[Role]:
+    """The roles that move. Raises LayoutMismatch for one that only one side has and no policy covers."""
+    offered: frozenset[Role] = frozenset().union(*(source.roles for source in sources))
+    wanted = destination.roles
+    for roles, allowed, has, lacks in (
+        (offered - wanted, policy.drop, sources[0].label, destination.label),
+        (wanted - offered, policy.start_empty, destination.label, sources[0].label),
+    ):
+        for role in sorted(roles - allowed):
+            remedy = (
+                "start both with the same speculative decoding, or allow it by policy"
+                if role.draft
+                else "start both with the same checkpoint and the same attention backend"
+            )
+            raise LayoutMismatch(f"{has} has {role}, {lacks} has none: {remedy}")
+    return offered & wanted
+
+
+def check_component(source: Manifest, theirs: Component, destination: Manifest, ours: Component) -> None:
+    """Raise LayoutMismatch unless an element means the same in both components of one role."""
+    for what, remedy, left, right in _meanings(theirs, ours):
+        if left != right:
+            raise LayoutMismatch(
+                f"{ours.role}: {source.label} has {what} {left}, {destination.label} {right}; {remedy}"
+            )
+    if PLAIN not in (theirs.encoding, ours.encoding):
+        _check_opaque(source, theirs, destination, ours)
+
+
+_SAME_VERSION = "run the same SGLang and sglang-hetero on both sides"
+_SAME_MODEL = "start both with the same checkpoint"
+
+
+def _meanings(theirs: Component, ours: Component) -> Iterable[tuple[str, str, object, object]]:
+    """What has to be equal: name, remedy, value on the source, value on the destination."""
+    yield "items of kind", _SAME_VERSION, str(theirs.item), str(ours.item)
+    remedy = "start both with the same cache dtypes (--kv-cache-dtype, --mamba-ssm-dtype, SGLANG_MAMBA_CONV_DTYPE)"
+    yield "dtype", remedy, theirs.dtype, ours.dtype
+    yield "encoding", "run both on the same kind of device and attention backend", theirs.encoding, ours.encoding
+    # Sizes may well be equal where the order is not: a state of 4 x 4 read the wrong way round is plausible nonsense.
+    yield "axes", _SAME_VERSION, ", ".join(a.name for a in theirs.axes), ", ".join(a.name for a in ours.axes)
+    for left, right in zip(theirs.axes, ours.axes, strict=True):
+        yield (
+            f"axis {left.name} with segments",
+            _SAME_MODEL,
+            ", ".join(describe_segments(left.segments)) or "none",
+            ", ".join(describe_segments(right.segments)) or "none",
+        )
+        if not left.segments and not right.segments:
+            yield f"live size of axis {left.name}", _SAME_MODEL, left.live_rows[1], right.live_rows[1]
+
+
+def _check_opaque(source: Manifest, theirs: Component, destination: Manifest, ours: Component) -> None:
+    """Items whose bytes only a kernel understands are copied whole or not at all."""
+    sharded = any(segment.sharding is Sharding.BY_HEAD for segment in ours.cut_axis.segments)
+    for left, right in zip(theirs.axes, ours.axes, strict=True):
+        if (left.size, left.stride, left.live) != (right.size, right.stride, right.live):
+            sharded = True
+    if sharded or ours.item is not Item.PAGE or theirs.item_span != ours.item_span:
+        raise LayoutMismatch(
+            f"{ours.role}: {source.label} and {destination.label} keep it in encoding {ours.encoding}, which can only "
+            "be moved where both hold the same items; use the same TP size on both sides, or the plain cache layout"
+        )

@@ -1,0 +1,167 @@
+"""Plan: which elements go from which prefill rank to a decode rank. Once per destination, pure.
+
+Both sides plan with this function from the same manifests and compare `Plan.fingerprint`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_hetero.errors import CoverageError
+from sglang_hetero.layout.component import Component, Role, Segment, Sharding
+from sglang_hetero.layout.manifest import Manifest, digest
+from sglang_hetero.layout.sharding import replica_count, shard_count, shard_interval
+
+from .compatibility import STRICT, Policy, check_component, check_roles, check_sources
+from .coverage import prove
+from .share import Block, Share
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who sends what to one decode rank.
+
+    sources: prefill ranks in the order of the manifests that were given, ordered by (pp_rank, tp_rank).
+    shares: every contribution. missing: roles that the destination has and nobody sends, by policy.
+    """
+
+    sources: tuple[Manifest, ...]
+    destination: Manifest
+    shares: tuple[Share, ...]
+    missing: frozenset[Role]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of every copy, in elements and bytes; addresses and numbers of items are left out."""
+        return digest([_identity(share) for share in self.shares])
+
+    def fingerprint_of(self, source: int) -> str:
+        """Digest of what one source sends, which is all that this source and the destination must agree on."""
+        return digest([_identity(share) for share in self.of(source)])
+
+    def of(self, source: int) -> tuple[Share, ...]:
+        """The shares of source number `source`; none if the destination needs nothing of it."""
+        return tuple(share for share in self.shares if share.source == source)
+
+
+def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = STRICT) -> Plan:
+    """The copies that bring every element of `destination` exactly once from exactly one of `sources`.
+
+    sources: the manifests of all ranks (TP ranks of all pipeline stages) of one prefill replica, in any order.
+    Raises TopologyError for ranks that do not belong together, LayoutMismatch where the two sides do not mean the same,
+    CoverageError where an element would get no writer or two.
+    """
+    check_sources(sources, destination)
+    ordered = tuple(sorted(sources, key=lambda source: (source.coordinates.pp_rank, source.coordinates.tp_rank)))
+    moving = check_roles(ordered, destination, policy)
+    shares = [
+        share
+        for component in destination.components
+        if component.role in moving
+        for share in _shares(ordered, destination, component)
+    ]
+    shares.sort(key=lambda share: share.source)  # stable: within a source in the order of the destination's manifest
+    missing = destination.roles - moving
+    prove(destination, shares, missing)
+    return Plan(ordered, destination, tuple(shares), missing)
+
+
+def _shares(sources: tuple[Manifest, ...], destination: Manifest, ours: Component) -> list[Share]:
+    """The shares that make up one component of the destination."""
+    by_geometry: dict[tuple[int, int, tuple[Block, ...]], list[int]] = {}
+    components: dict[int, Component] = {}
+    holders = _stages(sources, ours.role)
+    for index, layer in enumerate(ours.layers):
+        stage = holders.get(layer)
+        if stage is None:
+            raise CoverageError(
+                f"layer {layer} of {ours.role} is held by no prefill rank at {sources[0].host}, but "
+                f"{destination.label} needs it; start both with the same checkpoint, and all pipeline stages of prefill"
+            )
+        blocks = _blocks(ours, stage, sources, destination, turn=index)
+        for source, run in blocks.items():
+            theirs = stage[source]
+            components[id(theirs)] = theirs
+            by_geometry.setdefault((source, id(theirs), run), []).append(layer)
+    for source, identity in {(source, identity) for source, identity, _ in by_geometry}:
+        check_component(sources[source], components[identity], destination, ours)
+    return [
+        Share(source, ours.role, tuple(layers), blocks, components[identity], ours)
+        for (source, identity, blocks), layers in by_geometry.items()
+    ]
+
+
+def _stages(sources: tuple[Manifest, ...], role: Role) -> dict[int, dict[int, Component]]:
+    """Per layer the sources that hold it, by number, with their component: the TP ranks of one pipeline stage."""
+    stages: dict[int, dict[int, Component]] = {}
+    for number, source in enumerate(sources):
+        for component in source.of(role):
+            for layer in component.layers:
+                stages.setdefault(layer, {})[number] = component
+    return stages
+
+
+def _blocks(
+    ours: Component, stage: dict[int, Component], sources: tuple[Manifest, ...], destination: Manifest, *, turn: int
+) -> dict[int, tuple[Block, ...]]:
+    """Per source number the runs of cut-axis elements that it is elected to send of one layer.
+
+    Replicas take turns: by layer, so that their links share the load, and by destination rank, so that several
+    destinations do not all ask the same one.
+    """
+    place = destination.coordinates
+    theirs_tp = sources[0].coordinates.tp_size
+    number_of_rank = {sources[number].coordinates.tp_rank: number for number in stage}
+    found: dict[int, list[Block]] = {number: [] for number in stage}
+    destination_start = 0
+    starts = dict.fromkeys(stage, 0)
+    for segment in ours.cut_axis.segments:
+        wanted = segment.local_heads(place.tp_size, place.tp_rank)
+        for held, ranks in _holders(segment, theirs_tp):
+            first, last = max(held.start, wanted.start), min(held.stop, wanted.stop)
+            if first >= last:
+                continue
+            writer = number_of_rank[ranks[(turn + place.tp_rank) % len(ranks)]]
+            found[writer].append(
+                Block(
+                    source=starts[writer] + (first - held.start) * segment.width,
+                    destination=destination_start + (first - wanted.start) * segment.width,
+                    size=(last - first) * segment.width,
+                )
+            )
+        destination_start += len(wanted) * segment.width
+        for number in stage:
+            rank = sources[number].coordinates.tp_rank
+            starts[number] += segment.local_size(theirs_tp, rank)
+    return {number: _joined(blocks) for number, blocks in found.items() if blocks}
+
+
+def _holders(segment: Segment, tp: int) -> list[tuple[range, range]]:
+    """The distinct runs of global heads of a segment, each with the ranks that hold it."""
+    if segment.sharding is Sharding.REPLICATED:
+        return [(range(segment.heads), range(tp))]
+    replicas = replica_count(segment.heads, tp)
+    return [
+        (shard_interval(segment.heads, tp, shard), range(shard * replicas, (shard + 1) * replicas))
+        for shard in range(shard_count(segment.heads, tp))
+    ]
+
+
+def _joined(blocks: list[Block]) -> tuple[Block, ...]:
+    """Blocks in source order; those that follow each other in both ranks become one."""
+    joined: list[Block] = []
+    for block in sorted(blocks, key=lambda block: block.source):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.source + last.size == block.source
+            and last.destination + last.size == block.destination
+        ):
+            joined[-1] = Block(last.source, last.destination, last.size + block.size)
+        else:
+            joined.append(block)
+    return tuple(joined)
+
+
+def _identity(share: Share) -> object:
+    """What two sides have to agree on about a share."""
+    return (share.source, share.role, share.layers, share.blocks, share.staged_axes, share.source_component.encoding)
