@@ -4,13 +4,14 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup demo test unit lint format bench clean
+.PHONY: help setup demo test unit mutants lint format bench clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
 	@echo "make test    all tests (about 20 minutes on 2 cores)"
 	@echo "make unit    the tests that start no server (about 2 minutes)"
+	@echo "make mutants put in 38 faults one by one and see that the tests notice each; ends caught N/N"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s"
@@ -30,6 +31,9 @@ test: setup lint
 
 unit: setup
 	@$(BIN)/python -m pytest tests/unit tests/harness
+
+mutants: setup
+	@$(BIN)/python -m tests.mutants
 
 lint: setup
 	@$(BIN)/ruff format --check .

@@ -9,7 +9,6 @@ from enum import Enum
 from .component import ITEMSIZE, Axis, AxisName, Component, Item, Role, Segment, Sharding
 from .geometry import HeadAttention, LatentAttention, ModelGeometry
 from .manifest import Coordinates, Manifest, Side
-from .sharding import check_shardable
 
 
 class WindowOrder(Enum):
@@ -120,24 +119,17 @@ class _Builder:
         heads = (Segment("kv", attention.kv_heads, 1),)
         sizes = [
             (AxisName.TOKEN, self.options.page_size),
-            (AxisName.HEAD, self._local(heads)),
+            (AxisName.HEAD, self._size(heads)),
             (AxisName.CHANNEL, width),
         ]
         return dense_axes(sizes, itemsize, {AxisName.HEAD: heads})
-
-    def _local(self, segments: tuple[Segment, ...]) -> int:
-        # Manifest checks this too; here it would only give a size of no meaning.
-        for segment in segments:
-            if segment.sharding is Sharding.BY_HEAD:
-                check_shardable(segment.heads, self.coordinates.tp_size, f"segment {segment.name}")
-        return self._size(segments)
 
     def _linear(self, layers: tuple[int, ...]) -> None:
         linear = self.model.linear
         if not layers or linear is None:
             return
         conv, options = linear.conv_segments, self.options
-        channels, itemsize = self._local(conv), ITEMSIZE[options.conv_dtype]
+        channels, itemsize = self._size(conv), ITEMSIZE[options.conv_dtype]
         if options.window_order is WindowOrder.CHANNELS_FIRST:
             window = Axis(AxisName.WINDOW, linear.live_window, itemsize)
             channel = Axis(AxisName.CHANNEL, channels, itemsize * linear.live_window, conv)
@@ -149,7 +141,7 @@ class _Builder:
         self._add(Role.CONV, Item.SLOT, options.conv_dtype, layers, (channel, window))
         heads = (Segment("ssm", linear.ssm_heads, 1),)
         sizes = [
-            (AxisName.HEAD, self._local(heads)),
+            (AxisName.HEAD, self._size(heads)),
             (AxisName.STATE_ROW, linear.ssm_rows),
             (AxisName.STATE_COLUMN, linear.ssm_columns),
         ]

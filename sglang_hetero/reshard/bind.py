@@ -37,6 +37,12 @@ class Descriptors:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def at(self, address: int) -> "Descriptors":
+        """The same for a layer that begins at `address`; a gathered piece lies in its buffer wherever the layer is."""
+        if self.packed:
+            return self
+        return Descriptors(self.source + np.uint64(address), self.staged, self.sizes, packed=False)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the piece."""
@@ -64,6 +70,11 @@ class Binding:
     def of(self, item: Item) -> Iterator[Piece]:
         """The pieces of paged components, or those of slots."""
         return (piece for piece in self.pieces if piece.share.item is item)
+
+
+def item_runs(ids: Pages) -> list[Pages]:
+    """The ids split where one is not the successor of the one before it."""
+    return np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1)
 
 
 def chunk_pages(tokens: int, chunk_tokens: int, page_size: int) -> list[range]:
@@ -98,53 +109,55 @@ def bind(
     ids = _page_ids(pages, tokens, page_size)
     ranges = [range(len(ids))] if chunks is None else list(chunks)
     _check_chunks(ranges, len(ids))
+    paged = [share for share in shares if share.item is Item.PAGE]
+    for share in paged:
+        _check_items(share.source_component, ids)
     pieces: list[Piece] = []
     for chunk in ranges:
         used = min(tokens, chunk.stop * page_size) - chunk.start * page_size
-        for share in shares:
-            if share.item is Item.PAGE:
-                pieces += _paged(share, ids[chunk.start : chunk.stop], chunk, used)
+        for share in paged:
+            descriptors = _pages_at_zero(share, ids[chunk.start : chunk.stop], used)
+            pieces += _of_layers(share, descriptors, chunk.start, len(chunk), used)
     for share in shares:
         if share.item is Item.SLOT:
-            for layer in share.layers:
-                pieces.append(Piece(share, layer, 0, 1, 0, bind_slot(share, layer, slot)))
+            pieces += _of_layers(share, _slot_at_zero(share, slot), 0, 1, 0)
     return Binding(tuple(pieces))
 
 
 def bind_pages(share: Share, layer: int, pages: Sequence[int] | Pages, tokens: int) -> Descriptors:
     """What moves `tokens` tokens that lie in `pages` (ids at the source) of one layer. Raises BindError."""
-    component = share.source_component
     ids = _page_ids(pages, tokens, _page_size(share))
-    _check_items(component, ids)
-    return _at(_descriptors(share, ids, tokens), component.address(layer), share.packed)
+    _check_items(share.source_component, ids)
+    return _pages_at_zero(share, ids, tokens).at(share.source_component.address(layer))
 
 
 def bind_slot(share: Share, layer: int, slot: int) -> Descriptors:
     """What moves one layer of a linear-state slot (its index at the source). Raises BindError."""
-    component = share.source_component
-    ids = np.array([slot], dtype=np.int64)
-    _check_items(component, ids)
-    return _at(_joined(_item_offsets(component, ids), share.runs, None), component.address(layer), False)
+    return _slot_at_zero(share, slot).at(share.source_component.address(layer))
 
 
-def _paged(share: Share, ids: Pages, chunk: range, tokens: int) -> Iterator[Piece]:
-    """The pieces of one chunk of one share: addresses are found once, and moved to each layer."""
+def _of_layers(share: Share, descriptors: Descriptors, first_page: int, pages: int, tokens: int) -> Iterator[Piece]:
+    """A piece for each layer of a share, from the descriptors of a layer that begins at address 0."""
     component = share.source_component
-    _check_items(component, ids)
-    at_zero = _descriptors(share, ids, tokens)
     for layer in share.layers:
-        descriptors = _at(at_zero, component.address(layer), share.packed)
-        yield Piece(share, layer, chunk.start, len(chunk), tokens, descriptors)
+        yield Piece(share, layer, first_page, pages, tokens, descriptors.at(component.address(layer)))
 
 
-def _descriptors(share: Share, ids: Pages, tokens: int) -> Runs:
-    """Source bytes of these pages from a layer's start in the order of staging; if packed, those of the buffer."""
+def _slot_at_zero(share: Share, slot: int) -> Descriptors:
+    ids = np.array([slot], dtype=np.int64)
+    _check_items(share.source_component, ids)
+    return _staged(_joined(_item_offsets(share.source_component, ids), share.runs, None))
+
+
+def _pages_at_zero(share: Share, ids: Pages, tokens: int) -> Descriptors:
+    """What moves these pages of a layer that begins at address 0, in the order of staging."""
     tail = tokens - (len(ids) - 1) * _page_size(share)
     if share.packed:
         size = (len(ids) - 1) * share.staged_bytes + share.tail_bytes(tail)
-        return Runs(np.zeros(1, dtype=np.uint64), np.array([size], dtype=np.uint64))
+        zero = np.zeros(1, dtype=np.uint64)
+        return Descriptors(zero, zero, np.array([size], dtype=np.uint64), packed=True)
     last = None if tail == _page_size(share) else share.tail_runs(tail)
-    return _joined(_item_offsets(share.source_component, ids), share.runs, last)
+    return _staged(_joined(_item_offsets(share.source_component, ids), share.runs, last))
 
 
 def _joined(items: Offsets, runs: Runs, last: Runs | None) -> Runs:
@@ -158,10 +171,9 @@ def _joined(items: Offsets, runs: Runs, last: Runs | None) -> Runs:
     return coalesce(offsets, sizes)
 
 
-def _at(runs: Runs, address: int, packed: bool) -> Descriptors:
-    staged = np.cumsum(runs.sizes) - runs.sizes
-    source = runs.offsets if packed else runs.offsets + np.uint64(address)
-    return Descriptors(source, staged, runs.sizes, packed)
+def _staged(runs: Runs) -> Descriptors:
+    """Runs laid one behind the other in staging."""
+    return Descriptors(runs.offsets, np.cumsum(runs.sizes) - runs.sizes, runs.sizes, packed=False)
 
 
 def _item_offsets(component: Component, ids: Pages) -> Offsets:

@@ -3,6 +3,7 @@
 Both sides plan with this function from the same manifests and compare `Plan.fingerprint`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,60 +54,83 @@ def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = ST
     check_sources(sources, destination)
     ordered = tuple(sorted(sources, key=lambda source: (source.coordinates.pp_rank, source.coordinates.tp_rank)))
     moving = check_roles(ordered, destination, policy)
-    shares = [
-        share
-        for component in destination.components
-        if component.role in moving
-        for share in _shares(ordered, destination, component)
-    ]
+    shares: list[Share] = []
+    turn = 0
+    for component in destination.components:
+        if component.role in moving:
+            shares += _shares(ordered, destination, component, turn)
+            turn += len(component.layers)
     shares.sort(key=lambda share: share.source)  # stable: within a source in the order of the destination's manifest
     missing = destination.roles - moving
     prove(destination, shares, missing)
     return Plan(ordered, destination, tuple(shares), missing)
 
 
-def _shares(sources: tuple[Manifest, ...], destination: Manifest, ours: Component) -> list[Share]:
-    """The shares that make up one component of the destination."""
-    by_geometry: dict[tuple[int, int, tuple[Block, ...]], list[int]] = {}
-    components: dict[int, Component] = {}
-    holders = _stages(sources, ours.role)
-    for index, layer in enumerate(ours.layers):
-        stage = holders.get(layer)
-        if stage is None:
-            raise CoverageError(
-                f"layer {layer} of {ours.role} is held by no prefill rank at {sources[0].host}, but "
-                f"{destination.label} needs it; start both with the same checkpoint, and all pipeline stages of prefill"
-            )
-        blocks = _blocks(ours, stage, sources, destination, turn=index)
-        for source, run in blocks.items():
-            theirs = stage[source]
-            components[id(theirs)] = theirs
-            by_geometry.setdefault((source, id(theirs), run), []).append(layer)
-    for source, identity in {(source, identity) for source, identity, _ in by_geometry}:
-        check_component(sources[source], components[identity], destination, ours)
+def _shares(sources: tuple[Manifest, ...], destination: Manifest, ours: Component, first_turn: int) -> list[Share]:
+    """The shares that make up one component of the destination; its layers take turns from `first_turn` on."""
+    holders = _holders_of_layers(sources, ours.role)
+    checked: set[tuple[int, int]] = set()
+    layers_of: dict[tuple[int, int, tuple[Block, ...]], list[int]] = {}
+    # Layers of one stage and one turn are cut in the same way: in a deep model nearly all are found here.
+    known: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Block, ...]]] = {}
+    period = _period(ours, sources[0].coordinates.tp_size)
+    for turn, layer in enumerate(ours.layers, first_turn):
+        stage = _stage(sources, destination, ours.role, layer, holders.get(layer, {}))
+        for held in stage.items() - checked:
+            number, position = held
+            check_component(sources[number], sources[number].components[position], destination, ours)
+            checked.add(held)
+        key = (turn % period, tuple(stage))
+        if key not in known:
+            known[key] = _blocks(ours, tuple(stage), sources, destination, turn=turn)
+        for number, blocks in known[key].items():
+            layers_of.setdefault((number, stage[number], blocks), []).append(layer)
     return [
-        Share(source, ours.role, tuple(layers), blocks, components[identity], ours)
-        for (source, identity, blocks), layers in by_geometry.items()
+        Share(number, ours.role, tuple(layers), blocks, sources[number].components[position], ours)
+        for (number, position, blocks), layers in layers_of.items()
     ]
 
 
-def _stages(sources: tuple[Manifest, ...], role: Role) -> dict[int, dict[int, Component]]:
-    """Per layer the sources that hold it, by number, with their component: the TP ranks of one pipeline stage."""
-    stages: dict[int, dict[int, Component]] = {}
+def _holders_of_layers(sources: tuple[Manifest, ...], role: Role) -> dict[int, dict[int, int]]:
+    """Per layer, per number of a source that holds it, the position of the component in that source's manifest."""
+    holders: dict[int, dict[int, int]] = {}
     for number, source in enumerate(sources):
-        for component in source.of(role):
-            for layer in component.layers:
-                stages.setdefault(layer, {})[number] = component
-    return stages
+        for position, component in enumerate(source.components):
+            if component.role is role:
+                for layer in component.layers:
+                    holders.setdefault(layer, {})[number] = position
+    return holders
+
+
+def _stage(
+    sources: tuple[Manifest, ...], destination: Manifest, role: Role, layer: int, holders: dict[int, int]
+) -> dict[int, int]:
+    """`holders`, if they are all TP ranks of exactly one pipeline stage. Raises CoverageError otherwise."""
+    places = [sources[number].coordinates for number in holders]
+    ranks = sorted(place.tp_rank for place in places)
+    stages = sorted({place.pp_rank for place in places})
+    if ranks == list(range(sources[0].coordinates.tp_size)) and len(stages) == 1:
+        return holders
+    found = f"by TP ranks {ranks} of stages {stages}" if holders else "by no rank"
+    raise CoverageError(
+        f"layer {layer} of {role} is held {found} of prefill at {sources[0].host}, but {destination.label} needs it "
+        "from all TP ranks of one stage; start both sides with the same checkpoint, and all hosts of prefill with the "
+        "same flags"
+    )
+
+
+def _period(ours: Component, source_tp: int) -> int:
+    """Turns after which every segment's replicas begin again."""
+    return math.lcm(*(len(ranks) for segment in ours.cut_axis.segments for _, ranks in _holders(segment, source_tp)))
 
 
 def _blocks(
-    ours: Component, stage: dict[int, Component], sources: tuple[Manifest, ...], destination: Manifest, *, turn: int
+    ours: Component, stage: tuple[int, ...], sources: tuple[Manifest, ...], destination: Manifest, *, turn: int
 ) -> dict[int, tuple[Block, ...]]:
-    """Per source number the runs of cut-axis elements that it is elected to send of one layer.
+    """Per source number the runs of cut-axis elements that it is elected to send of one layer, which `stage` holds.
 
-    Replicas take turns: by layer, so that their links share the load, and by destination rank, so that several
-    destinations do not all ask the same one.
+    Replicas take turns: by layer and component, so that their links share the load, and by destination rank, so that
+    several destinations do not all ask the same one.
     """
     place = destination.coordinates
     theirs_tp = sources[0].coordinates.tp_size

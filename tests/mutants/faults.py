@@ -1,0 +1,180 @@
+"""The faults, each of a kind that people have made or could: a wrong rule, a dropped check, an off-by-one."""
+
+from .workshop import Fault
+
+_SHARDING = "sglang_hetero/layout/sharding.py"
+_COMPONENT = "sglang_hetero/layout/component.py"
+_MANIFEST = "sglang_hetero/layout/manifest.py"
+_WIRE = "sglang_hetero/layout/wire.py"
+_PLAN = "sglang_hetero/reshard/plan.py"
+_COVERAGE = "sglang_hetero/reshard/coverage.py"
+_COMPATIBILITY = "sglang_hetero/reshard/compatibility.py"
+_SHARE = "sglang_hetero/reshard/share.py"
+_BIND = "sglang_hetero/reshard/bind.py"
+_ASSEMBLE = "sglang_hetero/merge/assemble.py"
+_CPU = "sglang_hetero/merge/cpu.py"
+_KERNEL = "sglang_hetero/merge/triton_kernels.py"
+_LAUNCH = "sglang_hetero/merge/triton_ops.py"
+
+FAULTS = [
+    # Who has which heads.
+    Fault("replicas are taken for shards", _SHARDING, "return max(1, tp // heads)", "return 1"),
+    Fault(
+        "ranks are dealt in turn, src % dst, instead of in runs",
+        _SHARDING,
+        "return shard_interval(heads, tp, rank // replica_count(heads, tp))",
+        "return shard_interval(heads, tp, rank % shard_count(heads, tp))",
+    ),
+    Fault(
+        "the size of a rank's cut axis is not checked",
+        _MANIFEST,
+        "        component.check_sharding(",
+        "        (lambda *_: None)(",
+    ),
+    Fault(
+        "a replicated segment is cut by head",
+        _PLAN,
+        "    if segment.sharding is Sharding.REPLICATED:\n        return [(range(segment.heads), range(tp))]\n",
+        "",
+    ),
+    # What a plan says.
+    Fault(
+        "K and V are swapped",
+        _PLAN,
+        "            if component.role is role:",
+        "            swapped = {Role.TARGET_KEY: Role.TARGET_VALUE, Role.TARGET_VALUE: Role.TARGET_KEY}\n"
+        "            if component.role is swapped.get(role, role):",
+    ),
+    Fault(
+        "segments of the destination all begin at 0",
+        _PLAN,
+        "destination=destination_start + (first - wanted.start) * segment.width",
+        "destination=(first - wanted.start) * segment.width",
+    ),
+    Fault(
+        "the start of the source's segment is forgotten",
+        _PLAN,
+        "source=starts[writer] + (first - held.start) * segment.width",
+        "source=(first - held.start) * segment.width",
+    ),
+    Fault(
+        "the last head of a block is left out",
+        _PLAN,
+        "size=(last - first) * segment.width",
+        "size=max(1, last - first - 1) * segment.width",
+    ),
+    Fault("all replicas' work goes to the first one", _PLAN, "ranks[(turn + place.tp_rank) % len(ranks)]", "ranks[0]"),
+    Fault("the plan is not proved", _PLAN, "    prove(destination, shares, missing)\n", ""),
+    Fault(
+        "the plan's fingerprint leaves out the blocks",
+        _PLAN,
+        "share.layers, share.blocks, share.staged_axes",
+        "share.layers, share.staged_axes",
+    ),
+    Fault("gaps in the coverage pass", _COVERAGE, "if block.destination > end:", "if False:"),
+    Fault("double writes pass", _COVERAGE, "if block.destination < end:", "if False:"),
+    Fault("the end of the axis is not looked at", _COVERAGE, "    if end != axis.size:", "    if end > axis.size:"),
+    Fault(
+        "sizes decide, the order of axes does not",
+        _COMPATIBILITY,
+        '    yield "axes", _SAME_VERSION,',
+        '    () and "axes",',
+    ),
+    Fault(
+        "pages of different sizes pass",
+        _COMPATIBILITY,
+        "    if first.page_size != destination.page_size:",
+        "    if False:",
+    ),
+    Fault("different dtypes pass", _COMPATIBILITY, '    yield "dtype", remedy, theirs.dtype, ours.dtype\n', ""),
+    Fault("a side without state passes", _COMPATIBILITY, "        if vital:", "        if False:"),
+    Fault(
+        "the live rows are the first ones",
+        _COMPONENT,
+        "return self.live if self.live is not None else (0, self.size)",
+        "return (0, self.live[1]) if self.live is not None else (0, self.size)",
+    ),
+    Fault(
+        "axes are in listed order in memory",
+        _COMPONENT,
+        "return tuple(sorted(self.axes, key=lambda axis: (-axis.stride, -axis.size)))",
+        "return self.axes",
+    ),
+    Fault("a manifest of another version is read", _WIRE, "data[len(MAGIC)] != VERSION:", "False:"),
+    # Addresses of a request.
+    Fault("pages are off by one", _BIND, "return ids.astype(np.uint64) * ", "return (ids - 1).astype(np.uint64) * "),
+    Fault(
+        "offsets wrap at 2**32",
+        _BIND,
+        "return ids.astype(np.uint64) * np.uint64(component.item_stride)",
+        "return (ids * component.item_stride).astype(np.uint32).astype(np.uint64)",
+    ),
+    Fault(
+        "the last page moves whole",
+        _BIND,
+        "    last = None if tail == _page_size(share) else share.tail_runs(tail)",
+        "    last = None",
+    ),
+    Fault(
+        "a page that a chunk only begins is sent with it",
+        _BIND,
+        "ends = [end // page_size for end",
+        "ends = [-(-end // page_size) for end",
+    ),
+    Fault("padding page 0 is a page", _BIND, "    if low < 1 or high", "    if low < 0 or high"),
+    Fault(
+        "runs with a gap between them are joined",
+        _SHARE,
+        "offsets[1:] != offsets[:-1] + sizes[:-1]",
+        "offsets[1:] < offsets[:-1] + sizes[:-1]",
+    ),
+    Fault(
+        "staging begins anew with every run", _BIND, "np.cumsum(runs.sizes) - runs.sizes", "np.zeros_like(runs.sizes)"
+    ),
+    # What the merge does.
+    Fault(
+        "shards overlay each other",
+        _ASSEMBLE,
+        "                offsets.append(block.destination)\n        whole",
+        "                offsets.append(0)\n        whole",
+    ),
+    Fault("packing takes the first heads", _ASSEMBLE, "pool, pages, block.source, tokens)", "pool, pages, 0, tokens)"),
+    Fault(
+        "conv blocks go to where they came from",
+        _CPU,
+        "target[:, :, destination : destination + width]",
+        "target[:, :, source : source + width]",
+    ),
+    Fault(
+        "heads go to the front of the page",
+        _CPU,
+        "_Pair(target[:, :, :, offset : offset + shard.shape[3]], shard)",
+        "_Pair(target[:, :, :, : shard.shape[3]], shard)",
+    ),
+    Fault("checkpoints are forgotten", _CPU, "_array(pool)[:, ::checkpoint_stride]", "_array(pool)"),
+    Fault(
+        "rows behind the last token are written",
+        _CPU,
+        "(len(pages), 0) if tokens is None else divmod(tokens, page)",
+        "(len(pages), 0)",
+    ),
+    Fault(
+        "the kernel's offsets wrap at 2**31",
+        _KERNEL,
+        "dst_place * dst_item + start",
+        "(dst_place * dst_item).to(tl.int32) + start",
+    ),
+    Fault("the kernel writes rows behind the last", _KERNEL, "tl.where(item == last_item, last_rows, rows)", "rows"),
+    Fault(
+        "the kernel writes columns behind the last",
+        _KERNEL,
+        "(col < cols - first_col)[None, :]",
+        "(col < BLOCK_COLS)[None, :]",
+    ),
+    Fault(
+        "the launcher takes every block from the front",
+        _LAUNCH,
+        "block = shard.narrow(2, source, width)",
+        "block = shard.narrow(2, 0, width)",
+    ),
+]
