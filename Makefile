@@ -4,10 +4,12 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup demo test unit mutants lint format bench clean
+.PHONY: help setup ascend-env demo test unit mutants lint format bench clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
+	@echo "make ascend-env"
+	@echo "             make or repair .venv-ascend, Triton's compiler for NPUs, as test and unit do first"
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
 	@echo "make test    all tests (about 20 minutes on 2 cores)"
 	@echo "make unit    the tests that start no server (about 2 minutes)"
@@ -15,7 +17,7 @@ help:
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s"
-	@echo "make clean   remove .venv and $(OUT)/"
+	@echo "make clean   remove .venv, .venv-ascend and $(OUT)/"
 
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { echo >&2 \
@@ -23,13 +25,16 @@ setup:
 	  exit 1; }
 	@exec "$(PYTHON)" scripts/setup_env.py
 
+ascend-env: setup
+	@exec "$(PYTHON)" scripts/setup_ascend_env.py
+
 demo: setup
 	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo
 
-test: setup lint
+test: setup ascend-env lint
 	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=5
 
-unit: setup
+unit: setup ascend-env
 	@$(BIN)/python -m pytest tests/unit tests/harness
 
 mutants: setup
@@ -48,4 +53,4 @@ bench: setup
 	@$(BIN)/python -m bench_serving.prefill_cpu --limit 60
 
 clean:
-	rm -rf .venv .venv.lock $(OUT)
+	rm -rf .venv .venv-ascend .venv.lock $(OUT)

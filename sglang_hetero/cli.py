@@ -14,6 +14,7 @@ STDERR = 2
 def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.cpu import commands as cpu
     from sglang_hetero.demo import command as demo
+    from sglang_hetero.explain import command as explain
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
 
@@ -26,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     up.add_parser(subparsers)
     demo.add_parser(subparsers)
+    explain.add_parser(subparsers)
     models.add_parser(subparsers)
     cpu.add_parser(subparsers)
     return parser

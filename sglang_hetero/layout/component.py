@@ -207,7 +207,7 @@ class Component(Struct, frozen=True):
         if self.item is Item.PAGE:
             _require(AxisName.TOKEN in names, f"{where}: a page needs a {AxisName.TOKEN} axis, it has {names}")
             _require(
-                self.encoding != PLAIN or self.memory_order[0].name is AxisName.TOKEN,
+                self.encoding != PLAIN or self._is_outermost(AxisName.TOKEN),
                 f"{where}: tokens must be the outermost axis of a page in memory, so that a part of it can be moved",
             )
         inner, span = "an element", self.itemsize
@@ -221,6 +221,12 @@ class Component(Struct, frozen=True):
             self.items == 1 or self.item_stride >= span,
             f"{where}: items are {self.item_stride} bytes apart, but one takes {span}",
         )
+
+    def _is_outermost(self, name: AxisName) -> bool:
+        """Whether one steps over whole parts of the item along this axis; true of an axis with nothing to step over."""
+        if self.axis(name).size == 1:
+            return True
+        return next(axis.name for axis in self.memory_order if axis.size > 1) is name
 
     @property
     def itemsize(self) -> int:

@@ -112,17 +112,18 @@ class Manifest(Struct, frozen=True, kw_only=True):
         Where the rank runs, how many items it has and where they lie is left out. That sizes are equal means nothing.
         """
         ordered = sorted(self.components, key=lambda component: (component.role, component.layers))
-        geometry = [_without_place(component) for component in ordered]
+        geometry = [_meaning(component) for component in ordered]
         tp = (self.coordinates.tp_rank, self.coordinates.tp_size)
         return digest((tp, self.page_size, self.model, geometry))
 
 
-def _without_place(component: Component) -> Component:
-    """The component without what says where it lies; the stride along an axis of one element says nothing."""
-    axes = tuple(axis if axis.size > 1 else msgspec.structs.replace(axis, stride=1) for axis in component.axes)
-    nowhere = (0,) * len(component.layers)
-    span = component.item_span
-    return msgspec.structs.replace(component, items=1, item_stride=span, addresses=nowhere, axes=axes)
+def _meaning(component: Component) -> object:
+    """All of the component but where it lies; the stride along an axis of one element says nothing."""
+    axes = [
+        (axis.name, axis.size, axis.stride if axis.size > 1 else None, axis.segments, axis.live_rows)
+        for axis in component.axes
+    ]
+    return (component.role, component.item, component.dtype, component.layers, component.encoding, axes)
 
 
 def digest(value: object) -> str:

@@ -23,6 +23,8 @@ from .processes import RankProcess, ZygoteProcess, call_all
 from .sides import LOOPBACK, Request, Shard, Side
 
 POLL_SECONDS = 0.002
+NO_BOOTSTRAP = 1
+"""Port in the configuration of a process that has no peer."""
 PHASE_SECONDS = 60.0
 """Limit of each phase: building the ranks, bootstrap of the requests, transfer."""
 FAILED, WAITING_FOR_INPUT, SUCCESS = 0, 2, 4
@@ -209,6 +211,7 @@ class Harness:
         self._ports = Ports(LOOPBACK)
         self._zygote = ZygoteProcess()
         self._pairs: list[Pair] = []
+        self._processes: list[RankProcess] = []
 
     @property
     def zygote_threads(self) -> int:
@@ -238,10 +241,19 @@ class Harness:
         self._pairs.append(pair)
         return pair
 
+    def core(self, geometry: Geometry, *, seed: int = 0) -> RankProcess:
+        """A process for core.py, which moves requests between real pools with our core instead of SGLang's transfer."""
+        process = self._zygote.spawn("core", {CONV_LAYOUT_ENV: geometry.conv_layout.value})
+        self._processes.append(process)
+        process.call("build", Shard(geometry, tp=1, rank=0), Side("core", "mooncake", NO_BOOTSTRAP, shuffle_seed=seed))
+        return process
+
     def close(self) -> None:
         """End every process."""
         for pair in self._pairs:
             pair.close()
+        for process in self._processes:
+            process.stop()
         self._zygote.stop()
 
     def __enter__(self) -> "Harness":

@@ -17,6 +17,7 @@ import numpy as np
 
 from . import compare, expectation, oracle, scheduler
 from .compare import Difference
+from .core import CoreHandover
 from .expectation import PAGED, Leftovers, Placement
 from .oracle import Bits, Component
 from .sides import LOOPBACK, Request, Shard, Side
@@ -296,7 +297,7 @@ def serve(connection: Connection) -> None:
     Replies are `(number, value, traceback of an error or "")`.
     """
     rank: Any = None
-    roles = {"prefill": PrefillRank, "decode": DecodeRank}
+    roles = {"prefill": PrefillRank, "decode": DecodeRank, "core": CoreHandover}
     while True:
         try:
             number, name, arguments = connection.recv()

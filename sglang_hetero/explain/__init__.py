@@ -1,0 +1,1 @@
+"""The `explain` command: a hand-over on paper, without any server."""

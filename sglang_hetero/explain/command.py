@@ -1,0 +1,134 @@
+"""`sglang-hetero explain`: who sends what to whom for one request, before anything is started."""
+
+import argparse
+import json
+
+import numpy as np
+
+from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.component import ITEMSIZE
+from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
+from sglang_hetero.layout.geometry import ModelGeometry
+from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
+from sglang_hetero.layout.synthetic import PoolOptions, WindowOrder, manifest
+from sglang_hetero.reshard import plan
+from sglang_hetero.reshard.bind import chunk_pages
+from sglang_hetero.reshard.explain import Explanation, Request, explain
+
+from . import checkpoint, table
+
+MAX_TOKENS = 1 << 24
+"""Sixteen million: beyond every context length, and still bound in seconds."""
+MAX_TP = 128
+SLOT = 1
+
+EXAMPLES = """examples:
+  sglang-hetero explain --model qwen35-2b-cache --prefill-tp 2 --decode-tp 1 --tokens 18592
+  sglang-hetero explain --model qwen35-2b-cache --prefill-tp 2 --decode-tp 1 --tokens 18592 --scattered --json
+  sglang-hetero explain --model ./Qwen3-Next-80B-A3B --prefill-tp 8 --decode-tp 2 --tokens 32768
+  sglang-hetero explain --model ./Kimi-Linear/config.json --prefill-tp 4 --prefill-pp 2 --decode-tp 1 --tokens 4096
+
+Nothing is started and no weights are read: a checkpoint's config.json is enough. Descriptors are counted for pages in
+one run, or with --scattered for pages of which no two are neighbours: a busy server's requests lie between the two."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "explain",
+        help="show who sends what to whom for a model, two TP sizes and a prompt",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="name of a seeded model, checkpoint folder, or config.json")
+    parser.add_argument("--prefill-tp", type=_count, required=True, metavar="N", help="attention TP ranks of prefill")
+    parser.add_argument("--decode-tp", type=_count, required=True, metavar="N", help="attention TP ranks of decode")
+    parser.add_argument("--prefill-pp", type=_count, default=1, metavar="N", help="pipeline stages of prefill")
+    parser.add_argument("--tokens", type=_count, required=True, metavar="N", help="tokens of the prompt")
+    parser.add_argument("--page", type=_count, default=128, metavar="N", help="tokens per page (default %(default)s)")
+    parser.add_argument(
+        "--chunk", type=_count, default=8192, metavar="N", help="tokens per prefill chunk (default %(default)s)"
+    )
+    parser.add_argument("--scattered", action="store_true", help="no two pages of the request are neighbours")
+    parser.add_argument(
+        "--conv-layout",
+        choices=[order.value for order in WindowOrder],
+        default=WindowOrder.WINDOW_FIRST.value,
+        help="order of a conv slot in memory: window_first on an NPU, channels_first on CUDA (default %(default)s)",
+    )
+    parser.add_argument(
+        "--mtp", type=int, default=3, metavar="DEPTH", help="draft steps, 0 for no draft model (default %(default)s)"
+    )
+    for name, dtype in (("kv", "bfloat16"), ("conv", "bfloat16"), ("ssm", "float32")):
+        parser.add_argument(f"--{name}-dtype", choices=sorted(ITEMSIZE), default=dtype, help="(default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, bind and print."""
+    explanation = _explain(arguments)
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **explanation.as_json()}))
+    else:
+        table.show(explanation)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> Explanation:
+    """Manifests on paper, a plan for each decode rank, and what it comes to for one request."""
+    _check(arguments)
+    config = checkpoint.read(arguments.model)
+    geometry, fingerprint = geometry_from_config(config), config_fingerprint(config)
+    chunks = chunk_pages(arguments.tokens, arguments.chunk, arguments.page)
+    pages = chunks[-1].stop
+    # Every second page: no page of the request follows another one.
+    ids = np.arange(1, 2 * pages, 2) if arguments.scattered else np.arange(1, pages + 1)
+    options = PoolOptions(
+        page_size=arguments.page,
+        pages=int(ids[-1]),
+        window_order=WindowOrder(arguments.conv_layout),
+        draft_rows=arguments.mtp,
+        kv_dtype=arguments.kv_dtype,
+        conv_dtype=arguments.conv_dtype,
+        ssm_dtype=arguments.ssm_dtype,
+    )
+    prefill = [
+        _manifest(geometry, Side.PREFILL, place, options, fingerprint, draft=arguments.mtp > 0)
+        for place in _places(arguments.prefill_tp, arguments.prefill_pp)
+    ]
+    decode = [
+        _manifest(geometry, Side.DECODE, place, options, fingerprint, draft=arguments.mtp > 0)
+        for place in _places(arguments.decode_tp, 1)
+    ]
+    plans = [plan(prefill, rank) for rank in decode]
+    request = Request(pages=ids, slot=SLOT, tokens=arguments.tokens, chunks=chunks)
+    return explain(plans, request)
+
+
+def _places(tp: int, pp: int) -> list[Coordinates]:
+    return [
+        Coordinates(tp_rank=rank, tp_size=tp, pp_rank=stage, pp_size=pp) for stage in range(pp) for rank in range(tp)
+    ]
+
+
+def _manifest(
+    model: ModelGeometry, side: Side, place: Coordinates, options: PoolOptions, fingerprint: str, *, draft: bool
+) -> Manifest:
+    return manifest(model, side, place, options, host="on paper", fingerprint=fingerprint, draft=draft)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise HeteroError for sizes that no server has."""
+    for name, limit in (("tokens", MAX_TOKENS), ("prefill_tp", MAX_TP), ("decode_tp", MAX_TP), ("prefill_pp", MAX_TP)):
+        if getattr(arguments, name) > limit:
+            raise HeteroError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: more than {limit}")
+    if arguments.mtp < 0:
+        raise HeteroError(f"--mtp {arguments.mtp}: a depth is 0 or more")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return value

@@ -1,0 +1,87 @@
+"""From a checkpoint's configuration to the caches it needs, and to a digest that tells two models apart."""
+
+from collections.abc import Mapping
+
+from .config_fields import Fields
+from .families import FAMILIES
+from .geometry import ModelGeometry
+from .manifest import digest
+
+_MEANING = (
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "hidden_act",
+    "mlp_hidden_act",
+    "mamba_hidden_act",
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "attn_output_gate",
+    "mla_use_nope",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "num_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "embedding_multiplier",
+    "attention_in_multiplier",
+    "key_multiplier",
+    "ssm_in_multiplier",
+    "ssm_multipliers",
+    "mamba_ssm_dtype",
+)
+"""Fields that change what a cached number means without changing a shape. Left out: whatever SGLang rewrites for a TP
+size (padded intermediate sizes) and how the weights are stored, which may differ between prefill and decode."""
+
+
+def geometry_from_config(config: object) -> ModelGeometry:
+    """The caches of a model.
+
+    config: the mapping in a config.json or an object with its names as attributes; a nested `text_config` is honoured.
+    Raises ManifestError that names the family and the field for an unknown family and for a field that is missing,
+    no sensible number, or contradicts another.
+    """
+    fields = Fields(config)
+    reader = FAMILIES.get(fields.family)
+    if reader is None:
+        raise fields.error(
+            "is of a model family whose caches are not described",
+            f"supported are {', '.join(sorted(FAMILIES))}",
+        )
+    geometry = reader(fields)
+    if not geometry.attention_layers or not geometry.linear_layers:
+        kind = "attention" if not geometry.attention_layers else "linear-attention"
+        raise fields.error(f"lists no {kind} layer, so this is no hybrid model")
+    return geometry
+
+
+def config_fingerprint(config: object) -> str:
+    """Digest of what decides the meaning of the caches: architecture, geometry, and the fields behind the numbers.
+
+    The same for any order of keys, and free of paths, versions and storage formats. Compare digests of the same kind
+    of config only: an object has defaults filled in that a config.json leaves out. Raises like geometry_from_config.
+    """
+    fields = Fields(config)
+    meaning = {name: _plain(value) for name in _MEANING if (value := fields.value(name)) is not None}
+    dtype = _plain(fields.value("dtype", "torch_dtype", outer=True))  # transformers 5 renamed the field
+    architecture = _plain(fields.value("architectures", outer=True))
+    return digest((fields.family, architecture, dtype, geometry_from_config(config), meaning))
+
+
+def _plain(value: object) -> object:
+    """The value in a form with one spelling: whole floats as integers, dtypes and whatever else by name."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else repr(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value).removeprefix("torch.")

@@ -1,0 +1,120 @@
+"""The four operations that move bytes between staging and the live pools, on whatever device the tensors are.
+
+All take any dtype of 1, 2 or 4 bytes and preserve every bit; source and destination have one dtype and one device. The
+leading `layers` axis makes one call (on a device: one launch) out of many layers; stack_layers makes it out of
+per-layer pools. Pools and shards may be strided views. No tensor is allocated. Raises MergeError before anything is
+written; ids are checked on the CPU only (see checks).
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+
+from sglang_hetero.merge import checks, cpu
+from sglang_hetero.merge.checks import Block
+
+
+def merge_kv(
+    pool: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    pages: torch.Tensor,
+    head_offsets: Sequence[int],
+    tokens: int | None = None,
+) -> None:
+    """Write the heads that several ranks sent side by side into the pages of a request.
+
+    pool [layers, pages, page, heads, dim]; shards: each [layers, n, page, heads_i, dim]; pages: distinct destination
+    page ids, int64 [n]; head_offsets: the first destination head of each shard. `tokens` are live over the n pages in
+    order, (n-1) * page < tokens <= n * page, by default all; rows behind them are not touched.
+
+        pool[:, pages[i], :, offset : offset + heads_i] = shard[:, i]
+    """
+    live = checks.merge_kv(pool, shards, pages, head_offsets, tokens)
+    if shards[0].numel():
+        _path(pool).merge_kv(pool, shards, pages, head_offsets, live)
+
+
+def pack_kv(
+    out: torch.Tensor, pool: torch.Tensor, pages: torch.Tensor, head_start: int, tokens: int | None = None
+) -> None:
+    """Collect the heads that one destination rank takes: the inverse of merge_kv, for fewer prefill than decode ranks.
+
+    out [layers, n, page, heads_i, dim]; pool [layers, pages, page, heads, dim]; pages int64 [n]; head_start: the first
+    head in the pool; tokens: as in merge_kv, rows of `out` behind them are not touched.
+
+        out[:, i] = pool[:, pages[i], :, head_start : head_start + heads_i]
+    """
+    live = checks.pack_kv(out, pool, pages, head_start, tokens)
+    if out.numel():
+        _path(pool).pack_kv(out, pool, pages, head_start, live)
+
+
+def reorder_conv(
+    pool: torch.Tensor, shards: Sequence[torch.Tensor], slots: torch.Tensor, blocks: Sequence[Sequence[Block]]
+) -> None:
+    """Write conv windows, whose segments are each cut over the ranks: [Q0,K0,V0] + [Q1,K1,V1] -> [Q0,Q1,K0,K1,V0,V1].
+
+    pool [layers, slots, channels, window] and shards, each [layers, n, channels_i, window], are logical views of the
+    K-1 live rows: a pool that keeps [window, channels] in memory is passed transposed, and the physical orders of pool
+    and shards may differ. slots: distinct, int64 [n]. blocks: per shard the (source channel, destination channel,
+    width) of each segment it writes; a replicated segment is in the list of one shard only.
+
+        pool[:, slots[i], destination : destination + width] = shard[:, i, source : source + width]
+    """
+    checks.reorder_conv(pool, shards, slots, blocks)
+    if shards[0].numel():
+        _path(pool).reorder_conv(pool, shards, slots, blocks)
+
+
+def scatter_ssm(
+    pool: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    head_offsets: Sequence[int],
+    checkpoint_stride: int = 1,
+) -> None:
+    """Write the heads of recurrent states into the slots of their requests.
+
+    pool [layers, slots, heads, dv, dk]; shards: each [layers, n, heads_i, dv, dk]; slots: distinct, int64 [n];
+    head_offsets: the first destination head of each shard. A pool that keeps several checkpoints per request has them
+    one after the other, checkpoint_stride in number; the state goes to the first.
+
+        pool[:, slots[i] * checkpoint_stride, offset : offset + heads_i] = shard[:, i]
+    """
+    checks.scatter_ssm(pool, shards, slots, head_offsets, checkpoint_stride)
+    if shards[0].numel():
+        _path(pool).scatter_ssm(pool, shards, slots, head_offsets, checkpoint_stride)
+
+
+def stack_layers(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One view [layers, ...] over per-layer pools, or None where there is none and each layer needs a call of its own.
+
+    There is one when the tensors agree in dtype, shape and strides and lie in one storage, in order and equally far
+    apart, as the NPU pools do.
+    """
+    if not tensors:
+        return None
+    first = tensors[0]
+    base = first.storage_offset()
+    spacing = tensors[1].storage_offset() - base if len(tensors) > 1 else 1
+    if spacing < 1:
+        return None
+    for layer, tensor in enumerate(tensors):
+        alike = (tensor.dtype, tensor.shape, tensor.stride()) == (first.dtype, first.shape, first.stride())
+        if not alike or not _same_storage(tensor, first) or tensor.storage_offset() != base + layer * spacing:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (spacing, *first.stride()), base)
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _path(pool: torch.Tensor) -> ModuleType:
+    """The module that moves bytes where the pool lies."""
+    if pool.device.type == "cpu":
+        return cpu
+    from sglang_hetero.merge import triton_ops
+
+    return triton_ops

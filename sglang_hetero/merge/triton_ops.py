@@ -1,0 +1,217 @@
+"""Launchers of the Triton kernel: the merge operations on an NPU or a GPU, and in Triton's interpreter.
+
+Each cuts its operation into rectangles `[layers, items, rows, columns]` with dense columns and starts one kernel for
+each of them, over all layers. Only views are made, nothing is allocated, and nothing waits for the device: kernels go
+to the current stream of the current device, which has to be that of the tensors.
+
+Elements are moved as integers of 1, 2 or 4 bytes, so that no bit changes. The arguments are those that ops documents
+and checks demands; only what this file itself adds is checked here.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+
+from sglang_hetero.merge import triton_kernels
+from sglang_hetero.merge.checks import Block, MergeError, bit_view
+
+# Size of a tile. A vector core of an Ascend 910B has 192 KiB of memory on chip, and the compiler doubles the tile's
+# buffer, so that one is read while the other is written: 64 KiB. Twice that would fit too, but leave little to what the
+# compiler adds. Not measured: there is no NPU here.
+TILE_BYTES = 32 * 1024
+# The shortest row of a tile: on-chip rows begin at multiples of 32 bytes.
+MIN_ROW_BYTES = 32
+# On a GPU: 16 warps take 64 bytes of a tile per thread, as four loads of 16 bytes; 4 such programs fill a
+# multiprocessor's 64 warps.
+NUM_WARPS = 16
+PROGRAMS_PER_MULTIPROCESSOR = 4
+# On a CPU only the interpreter runs kernels: one program after the other, so two show that they share the work.
+INTERPRETER_PROGRAMS = 2
+MAX_TASKS = 2**31 - 1  # the kernel counts tiles in int32
+
+
+def merge_kv(
+    pool: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    pages: torch.Tensor,
+    head_offsets: Sequence[int],
+    tokens: int | None = None,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Copy shards of pages into the pages: see ops.merge_kv. One launch for each shard.
+
+    The last two axes of pool and shards are dense, the others have any stride (RuntimeError otherwise).
+    programs: how many to start, by default what fills the device.
+    """
+    for shard, offset in zip(shards, head_offsets, strict=True):
+        part = pool.narrow(3, offset, shard.shape[3])
+        _start(_matrix_rows(part), _matrix_rows(shard), pages, scatter=True, tokens=tokens, programs=programs)
+
+
+def pack_kv(
+    out: torch.Tensor,
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    head_start: int,
+    tokens: int | None = None,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Gather some heads of pages: see ops.pack_kv. One launch.
+
+    The last two axes of out and pool are dense; programs as in merge_kv.
+    """
+    part = pool.narrow(3, head_start, out.shape[3])
+    _start(_matrix_rows(out), _matrix_rows(part), pages, scatter=False, tokens=tokens, programs=programs)
+
+
+def reorder_conv(
+    pool: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    blocks: Sequence[Sequence[Block]],
+    *,
+    programs: int | None = None,
+) -> None:
+    """Copy blocks of channels to where they belong: see ops.reorder_conv. One launch for each block.
+
+    In memory either the channels or the window may be the dense axis, whatever the shape says. Where that of a shard is
+    not that of the pool, there are no rows to move: torch's indexed assignment takes over, element by element.
+    """
+    for shard, own in zip(shards, blocks, strict=True):
+        for source, destination, width in own:
+            part = pool.narrow(2, destination, width)
+            block = shard.narrow(2, source, width)
+            rectangles = _conv_rectangles(part, block)
+            if rectangles is None:
+                bit_view(part)[:, slots] = bit_view(block)
+            else:
+                _start(*rectangles, slots, scatter=True, programs=programs)
+
+
+def scatter_ssm(
+    pool: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    head_offsets: Sequence[int],
+    checkpoint_stride: int = 1,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Copy shards of heads into slots: see ops.scatter_ssm. One launch for each shard.
+
+    The last two axes of pool and shards are dense; programs as in merge_kv.
+    """
+    checkpoints = pool[:, ::checkpoint_stride]
+    for shard, offset in zip(shards, head_offsets, strict=True):
+        part = checkpoints.narrow(2, offset, shard.shape[2])
+        _start(_matrix_rows(part), _matrix_rows(shard), slots, scatter=True, programs=programs)
+
+
+def tile_shape(cols: int, itemsize: int) -> tuple[int, int]:
+    """`(rows, columns)` in elements of the tile for rows of `cols`: the narrowest that holds one, else a single row."""
+    row_bytes = min(max(triton.next_power_of_2(cols * itemsize), MIN_ROW_BYTES), TILE_BYTES)
+    return TILE_BYTES // row_bytes, row_bytes // itemsize
+
+
+def tile_shapes(itemsize: int) -> list[tuple[int, int]]:
+    """All that tile_shape can give for an item size, for a compiler to try."""
+    widths = range(MIN_ROW_BYTES.bit_length() - 1, TILE_BYTES.bit_length())
+    return [tile_shape(2**width // itemsize, itemsize) for width in widths]
+
+
+@functools.cache
+def default_programs(device: torch.device) -> int:
+    """How many programs fill the device: all its vector cores once, or all multiprocessors."""
+    if device.type == "npu":
+        properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+        return int(properties["num_vectorcore"])
+    if device.type == "cuda":
+        count: int = torch.cuda.get_device_properties(device).multi_processor_count
+        return count * PROGRAMS_PER_MULTIPROCESSOR
+    return INTERPRETER_PROGRAMS
+
+
+def _matrix_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """`[layers, items, rows, a, b]` as `[layers, items, rows, a * b]`: rows are tokens of a page or heads of a state.
+
+    Raises RuntimeError where that needs a copy.
+    """
+    return tensor.view(*tensor.shape[:3], tensor.shape[3] * tensor.shape[4])
+
+
+def _conv_rectangles(part: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both `[layers, items, channels, window]` as `[layers, items, rows, columns]` with dense columns, or None."""
+    window = part.shape[3]
+    if all(_is_dense(view, 3) and view.stride(2) == window for view in (part, block)):  # no gap between the channels
+        return part.flatten(2).unsqueeze(2), block.flatten(2).unsqueeze(2)
+    if all(_is_dense(view, 2) for view in (part, block)):
+        return part.transpose(2, 3), block.transpose(2, 3)
+    if all(_is_dense(view, 3) for view in (part, block)):
+        return part, block
+    return None
+
+
+def _is_dense(view: torch.Tensor, axis: int) -> bool:
+    return view.stride(axis) == 1 or view.shape[axis] == 1
+
+
+def _start(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    scatter: bool,
+    tokens: int | None = None,
+    programs: int | None = None,
+) -> None:
+    """Start the kernel for `dst[:, ids[i]] = src[:, i]` (scatter) or `dst[:, i] = src[:, ids[i]]`.
+
+    dst, src: `[layers, items or places, rows, columns]` with dense columns; the side that ids do not index has exactly
+        one item for each. tokens: rows over all items, those of the last item that are behind them are left out.
+    Raises MergeError where there are more tiles than the kernel can count.
+    """
+    layers, items, rows, cols = (src if scatter else dst).shape
+    if 0 in (layers, items, rows, cols):
+        return
+    last_rows = rows if tokens is None else tokens - (items - 1) * rows
+    block_rows, block_cols = tile_shape(cols, dst.element_size())
+    row_blocks = triton.cdiv(rows, block_rows)
+    layer_blocks = (items - 1) * row_blocks + triton.cdiv(last_rows, block_rows)
+    col_blocks = triton.cdiv(cols, block_cols)
+    tasks = layers * layer_blocks * col_blocks
+    if tasks > MAX_TASKS:
+        raise MergeError(f"{tasks} tiles in one launch, at most {MAX_TASKS} can be counted: copy fewer items at once")
+    grid = (min(programs or default_programs(dst.device), tasks),)
+    options = {"num_warps": NUM_WARPS} if dst.device.type == "cuda" else {}  # an NPU has none, and says so in its log
+    triton_kernels.copy_blocks[grid](
+        bit_view(dst),
+        bit_view(src),
+        ids,
+        tasks=tasks,
+        layer_blocks=layer_blocks,
+        row_blocks=row_blocks,
+        col_blocks=col_blocks,
+        rows=rows,
+        last_rows=last_rows,
+        last_item=items - 1,
+        cols=cols,
+        **_strides("dst", dst),
+        **_strides("src", src),
+        SCATTER=scatter,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLS=block_cols,
+        **options,
+    )
+
+
+def _strides(side: str, view: torch.Tensor) -> dict[str, int]:
+    """The kernel's stride arguments, in elements: 0 for an axis of one element.
+
+    Such an axis may have any stride, and Triton would compile the kernel anew for a 1.
+    """
+    axes = zip(("layer", "item", "row"), view.shape[:3], view.stride()[:3], strict=True)
+    return {f"{side}_{axis}": stride if size > 1 else 0 for axis, size, stride in axes}

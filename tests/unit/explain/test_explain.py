@@ -1,0 +1,146 @@
+"""`explain` on paper: the figures that a person reads, and every way to ask wrongly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_hetero import cli
+
+QWEN35_2B = ["--model", "qwen35-2b-cache", "--tokens", "18592"]
+PAGES, ENTRIES, CHUNKS = 146, 14, 3
+"""18,592 tokens in pages of 128; K and V of 6 layers and of the draft's one; chunks of 8,192 tokens."""
+LINEAR_LAYERS = 18
+KV_BYTES = 18592 * 256 * 2 * ENTRIES
+"""One head of 256 bf16 elements per token: what a rank of TP 2 has."""
+STATE_BYTES = LINEAR_LAYERS * (3072 * 3 * 2 + 8 * 128 * 128 * 4)
+"""Conv: 3,072 channels x 3 rows in bf16; SSM: 8 heads of 128 x 128 in fp32."""
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["explain", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["explain", *arguments]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def p_d(prefill: int, decode: int) -> list[str]:
+    return ["--prefill-tp", str(prefill), "--decode-tp", str(decode)]
+
+
+@pytest.mark.parametrize("layout", ["channels_first", "window_first"])
+@pytest.mark.parametrize(("scattered", "kv"), [([], ENTRIES * CHUNKS), (["--scattered"], ENTRIES * PAGES)])
+def test_a_long_prompt_of_qwen35_2b(capsys, scattered, kv, layout):
+    found = explain(capsys, *QWEN35_2B, *p_d(2, 1), "--conv-layout", layout, *scattered)
+    assert [source["rank"] for source in found["sources"]] == [0, 1]
+    for source in found["sources"]:
+        assert source["kv_descriptors"] == kv
+        assert source["state_descriptors"] == 2 * LINEAR_LAYERS
+        assert source["bytes"] == KV_BYTES + STATE_BYTES
+        assert not source["packed"]
+    assert found["upstream"]["kv_descriptors"] == 261_632
+    assert found["upstream"]["kv_descriptor_bytes"] == 512
+    assert any("conv" in fault for fault in found["upstream"]["faults"]) == (layout == "window_first")
+
+
+def test_page_and_chunk_are_options(capsys):
+    found = explain(capsys, *QWEN35_2B, *p_d(2, 1), "--page", "64", "--chunk", "4096", "--scattered")
+    assert (found["pages"], found["chunks"]) == (291, 5)
+    assert {source["kv_descriptors"] for source in found["sources"]} == {291 * ENTRIES}
+
+
+def test_a_narrow_prefill_gathers_first(capsys):
+    """Half of a page's heads is a run of 512 bytes per token; gathered it is one piece per chunk and entry."""
+    found = explain(capsys, *QWEN35_2B, *p_d(1, 2), "--scattered")
+    (source,) = found["sources"]
+    assert source["packed"]
+    assert [route["kv_descriptors"] for route in source["to"]] == [ENTRIES * CHUNKS] * 2
+    assert source["bytes"] == 2 * (KV_BYTES + STATE_BYTES)
+
+
+def test_replicas_share_the_work(capsys):
+    """TP 8 holds each of 2 kv heads four times: all ranks send some layers, together each layer once."""
+    found = explain(capsys, *QWEN35_2B, *p_d(8, 1))
+    assert all(source["kv_descriptors"] > 0 for source in found["sources"])
+    assert sum(source["bytes"] for source in found["sources"]) == 2 * (KV_BYTES + STATE_BYTES)
+
+
+def test_pipeline_stages_send_their_own_layers(capsys):
+    found = explain(capsys, *QWEN35_2B, *p_d(2, 1), "--prefill-pp", "2")
+    layers = {
+        (source["stage"], layer)
+        for source in found["sources"]
+        for route in source["to"]
+        for part in route["parts"]
+        if not part["role"].startswith("draft")
+        for layer in part["layers"]
+    }
+    assert layers == {(0 if layer < 12 else 1, layer) for layer in range(24)}
+
+
+def test_a_checkpoint_folder_and_its_config_are_the_same_as_the_name(capsys, tmp_path: Path):
+    from sglang_hetero import models
+    from sglang_hetero.models.config import model_config
+
+    (tmp_path / "config.json").write_text(json.dumps(model_config(models.spec("tiny"))))
+    wanted = explain(capsys, "--model", "tiny", "--tokens", "100", *p_d(2, 1))
+    for model in (tmp_path, tmp_path / "config.json"):
+        found = explain(capsys, "--model", str(model), "--tokens", "100", *p_d(2, 1))
+        assert found | {"model": "tiny"} == wanted
+
+
+def test_the_table_names_every_rank_and_what_it_sends(capsys):
+    assert cli.main(["explain", "--model", "tiny-h6", "--tokens", "1000", *p_d(2, 3)]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "P0",
+        "P1",
+        "D0",
+        "D1",
+        "D2",
+        "target_key",
+        "target_value",
+        "draft_key",
+        "conv",
+        "ssm",
+        "2..2 -> 0..0",
+    ):
+        assert text in shown
+    assert "neither divides the other" in shown  # what stock SGLang would do with 2 to 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "tiny", "--tokens", "9", *p_d(3, 1)], "prefill TP0/3"),
+        (["--model", "tiny", "--tokens", "9", *p_d(1, 3)], "decode TP0/3"),
+        (["--model", "no-such-model", "--tokens", "9", *p_d(1, 1)], "no seeded model has this name"),
+        (["--model", "tiny", "--tokens", str(1 << 40), *p_d(1, 1)], "more than"),
+        (["--model", "tiny", "--tokens", "9", *p_d(1, 1000)], "more than"),
+        (["--model", "tiny", "--tokens", "9", "--mtp", "-1", *p_d(1, 1)], "0 or more"),
+    ],
+    ids=["prefill-tp", "decode-tp", "model", "tokens", "tp", "mtp"],
+)
+def test_wrong_questions_end_in_one_line(capsys, arguments, message):
+    assert message in fails(capsys, *arguments)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"model_type": "bert"}', "{}", "\udce4"])
+def test_a_file_that_is_no_configuration(capsys, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    fails(capsys, "--model", str(tmp_path), "--tokens", "9", *p_d(1, 1))
+
+
+@pytest.mark.parametrize("option", ["--prefill-tp", "--decode-tp", "--tokens", "--page", "--chunk", "--prefill-pp"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
+def test_counts_are_one_or_more(capsys, option, value):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--model", "tiny", "--tokens", "9", *p_d(1, 1), option, value])
+    assert option in capsys.readouterr().err
