@@ -16,7 +16,8 @@ help:
 	@echo "make mutants put in 38 faults one by one and see that the tests notice each; ends caught N/N"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
-	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s"
+	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s, and the merge"
+	@echo "             operations beside a memcpy of the same bytes"
 	@echo "make clean   remove .venv, .venv-ascend and $(OUT)/"
 
 setup:
@@ -51,6 +52,7 @@ format: setup
 
 bench: setup
 	@$(BIN)/python -m bench_serving.prefill_cpu --limit 60
+	@$(BIN)/python -m bench_serving.merge
 
 clean:
 	rm -rf .venv .venv-ascend .venv.lock $(OUT)

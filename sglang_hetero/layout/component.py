@@ -6,7 +6,7 @@ which is either sharded by head or replicated. Nothing is read off shapes alone:
 and so are the rows of the conv window that hold something.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from sglang_hetero.errors import ManifestError
 
 from . import limits
-from .sharding import check_shardable, head_interval
+from .sharding import check_divided, check_shardable, head_interval
 
 ITEMSIZE = {
     "float32": 4,
@@ -65,7 +65,11 @@ class Sharding(StrEnum):
     """How a segment is cut over tensor-parallel ranks."""
 
     BY_HEAD = "by_head"
+    """Runs of heads; with more ranks than heads, neighbours hold the same one: key-value heads."""
+    DIVIDED = "divided"
+    """Runs of heads, each on one rank only, so that the number of ranks divides that of heads: linear attention."""
     REPLICATED = "replicated"
+    """All of it on every rank."""
 
 
 class AxisName(StrEnum):
@@ -120,6 +124,22 @@ class Segment(Struct, frozen=True):
     def local_size(self, tp: int, rank: int) -> int:
         """Elements along the axis on this rank."""
         return len(self.local_heads(tp, rank)) * self.width
+
+    def check_tp(self, tp: int, what: str) -> None:
+        """Raise TopologyError, beginning with `what`, where these heads cannot be sharded over `tp` ranks."""
+        if self.sharding is Sharding.BY_HEAD:
+            check_shardable(self.heads, tp, f"{what}, segment {self.name}")
+        elif self.sharding is Sharding.DIVIDED:
+            check_divided(self.heads, tp, f"{what}, segment {self.name}")
+
+
+def cut_size(segments: Iterable[Segment], tp: int, rank: int, what: str) -> int:
+    """Elements of these segments together on one rank. Raises TopologyError as Segment.check_tp does."""
+    size = 0
+    for segment in segments:
+        segment.check_tp(tp, what)
+        size += segment.local_size(tp, rank)
+    return size
 
 
 class Axis(Struct, frozen=True):
@@ -263,10 +283,7 @@ class Component(Struct, frozen=True):
         Raises TopologyError where these heads cannot be sharded over `tp` ranks at all.
         """
         axis = self.cut_axis
-        for segment in axis.segments:
-            if segment.sharding is Sharding.BY_HEAD:
-                check_shardable(segment.heads, tp, f"{self.role}, segment {segment.name}")
-        expected = sum(segment.local_size(tp, rank) for segment in axis.segments)
+        expected = cut_size(axis.segments, tp, rank, self.role)
         _require(
             axis.size == expected,
             f"{self.role}: axis {axis.name} has {axis.size} elements, but its segments give rank {rank} of TP {tp} "

@@ -31,9 +31,9 @@ def _gated_delta_net(fields: Fields) -> ModelGeometry:
         attention_layers=attention,
         linear=LinearAttention(
             conv_segments=(
-                Segment("q", key_heads, key_width),
-                Segment("k", key_heads, key_width),
-                Segment("v", value_heads, value_width),
+                Segment("q", key_heads, key_width, Sharding.DIVIDED),
+                Segment("k", key_heads, key_width, Sharding.DIVIDED),
+                Segment("v", value_heads, value_width, Sharding.DIVIDED),
             ),
             conv_kernel=_kernel(fields, "linear_conv_kernel_dim"),
             ssm_heads=value_heads,
@@ -66,7 +66,7 @@ def _kimi_linear(fields: Fields) -> ModelGeometry:
         attention=LatentAttention(fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim")),
         attention_layers=tuple(number - 1 for number in sorted(every - kda)),
         linear=LinearAttention(
-            conv_segments=tuple(Segment(name, heads, width) for name in "qkv"),
+            conv_segments=tuple(Segment(name, heads, width, Sharding.DIVIDED) for name in "qkv"),
             conv_kernel=_kernel(linear, "short_conv_kernel_size"),
             ssm_heads=heads,
             ssm_rows=width,
@@ -175,10 +175,10 @@ def _mamba2(*, heads: int, width: int, groups: int, state: int, kernel: int) -> 
     B and C belong to groups of heads. Several groups are cut like heads; a single one is kept by every rank
     (sglang/srt/layers/attention/mamba/mamba.py, which takes no TP size that does not divide several groups).
     """
-    sharding = Sharding.BY_HEAD if groups > 1 else Sharding.REPLICATED
+    sharding = Sharding.DIVIDED if groups > 1 else Sharding.REPLICATED
     return LinearAttention(
         conv_segments=(
-            Segment("x", heads, width),
+            Segment("x", heads, width, Sharding.DIVIDED),
             Segment("B", groups, state, sharding),
             Segment("C", groups, state, sharding),
         ),

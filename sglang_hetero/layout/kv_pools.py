@@ -9,11 +9,10 @@ from typing import Protocol, cast
 
 from sglang_hetero.errors import ManifestError
 
-from .component import ITEMSIZE, PLAIN, AxisName, Component, Item, Role, Segment, Sharding
+from .component import ITEMSIZE, PLAIN, AxisName, Component, Item, Role, Segment, Sharding, cut_size
 from .geometry import HeadAttention, LatentAttention
 from .known_pools import MHA, MLA, NPU_MHA, NPU_MLA, KVPool, check_plain
 from .manifest import Coordinates
-from .sharding import check_shardable
 from .strided import Strided, Tensor, check_complete, component_of, dtype_name, read
 
 FIA_NZ = "npu_fia_nz"
@@ -65,8 +64,7 @@ def _head_layout(
     """K and V per head: [token rows, head, channel] per layer; on an NPU [page, token, head, channel], or with
     ASCEND_USE_FIA [token rows, 1, head, channel] on the same bytes."""
     heads = Segment("kv", attention.kv_heads, 1)
-    check_shardable(heads.heads, coordinates.tp_size, "key-value heads")
-    local = heads.local_size(coordinates.tp_size, coordinates.tp_rank)
+    local = cut_size((heads,), coordinates.tp_size, coordinates.tp_rank, "attention")
     key, value = (Role.DRAFT_KEY, Role.DRAFT_VALUE) if draft else (Role.TARGET_KEY, Role.TARGET_VALUE)
     source = cast(_HeadPool, pool)
     described = []

@@ -17,6 +17,18 @@ def check_shardable(heads: int, tp: int, what: str) -> None:
         )
 
 
+def check_divided(heads: int, tp: int, what: str) -> None:
+    """Raise TopologyError unless every rank gets its own heads.
+
+    SGLang divides the heads of a linear-attention layer among ranks and never replicates them (`divide` in
+    sglang/srt/configs/mamba_utils.py); on a CPU it pads them, which has the shapes of replication without being it.
+    """
+    if heads % tp:
+        raise TopologyError(
+            f"{what}: {heads} heads cannot be divided among TP {tp}; choose a TP size that divides {heads}"
+        )
+
+
 def shard_count(heads: int, tp: int) -> int:
     """Distinct runs of heads among `tp` ranks: fewer than ranks where heads are replicated."""
     return min(heads, tp)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol, cast
 
-from sglang_hetero.errors import ManifestError, TopologyError
+from sglang_hetero.errors import ManifestError
 
-from .component import AxisName, Component, Item, Role, Segment, Sharding
+from .component import AxisName, Component, Item, Role, Segment, Sharding, cut_size
 from .geometry import LinearAttention
 from .manifest import Coordinates
 from .strided import Registered, Tensor, check_complete, component_of, read
@@ -108,7 +108,10 @@ def _conv(
 ) -> Component:
     segments = linear.conv_segments
     _check_groups(pool, segments)
-    channels, live = _local_size(segments, coordinates), linear.live_window
+    channels, live = (
+        cut_size(segments, coordinates.tp_size, coordinates.tp_rank, "linear attention"),
+        linear.live_window,
+    )
     whole = read(pool.mamba_cache.conv[0], "conv").expect(
         "layer, slot, channel and window", len(layers), pool.size + 1, None, None
     )
@@ -165,12 +168,12 @@ def window_axis_of(item: tuple[int, int], channels: int, live: int, hint: int | 
 
 
 def _ssm(pool: _StatePool, layers: Sequence[int], linear: LinearAttention, coordinates: Coordinates) -> Component:
-    heads = Segment("ssm", linear.ssm_heads, 1)
+    heads = Segment("ssm", linear.ssm_heads, 1, Sharding.DIVIDED)
     whole = read(pool.mamba_cache.temporal, "ssm").expect(
         "layer, slot, head, state row, state column",
         len(layers),
         pool.size + 1,
-        _local_size((heads,), coordinates),
+        cut_size((heads,), coordinates.tp_size, coordinates.tp_rank, "linear attention"),
         linear.ssm_rows,
         linear.ssm_columns,
     )
@@ -181,19 +184,3 @@ def _ssm(pool: _StatePool, layers: Sequence[int], linear: LinearAttention, coord
         (AxisName.HEAD, AxisName.STATE_ROW, AxisName.STATE_COLUMN),
         segments={AxisName.HEAD: (heads,)},
     )
-
-
-def _local_size(segments: Sequence[Segment], coordinates: Coordinates) -> int:
-    """Elements of these segments on this rank.
-
-    Stricter than for key-value heads: SGLang divides the heads of a linear layer among ranks, it never replicates them
-    (`divide` in configs/mamba_utils.py); on a CPU it pads them, which gives the shapes of replication without it.
-    """
-    tp = coordinates.tp_size
-    for segment in segments:
-        if segment.sharding is Sharding.BY_HEAD and segment.heads % tp:
-            raise TopologyError(
-                f"linear attention: {segment.heads} {segment.name} heads cannot be divided among TP {tp}; "
-                f"choose a TP size that divides {segment.heads}"
-            )
-    return sum(segment.local_size(tp, coordinates.tp_rank) for segment in segments)

@@ -139,7 +139,7 @@ class _Builder:
             window = Axis(AxisName.WINDOW, rows, itemsize * channels, live=live)
             channel = Axis(AxisName.CHANNEL, channels, itemsize, conv)
         self._add(Role.CONV, Item.SLOT, options.conv_dtype, layers, (channel, window))
-        heads = (Segment("ssm", linear.ssm_heads, 1),)
+        heads = (Segment("ssm", linear.ssm_heads, 1, Sharding.DIVIDED),)
         sizes = [
             (AxisName.HEAD, self._size(heads)),
             (AxisName.STATE_ROW, linear.ssm_rows),

@@ -13,7 +13,7 @@ import torch
 from sglang_hetero.errors import HeteroError
 
 # The integer a value is moved as: a float copy may quieten a NaN or lose the sign of a zero, an integer copy may not.
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 _KV_AXES = ("layers", "pages", "page", "heads", "dim")
 _CONV_AXES = ("layers", "slots", "channels", "window")
@@ -30,7 +30,7 @@ class MergeError(HeteroError):
 
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same bytes and strides as integers of the same width (1, 2 or 4 bytes)."""
-    return tensor.view(_INTEGER[tensor.element_size()])
+    return tensor.view(INTEGER[tensor.element_size()])
 
 
 def merge_kv(
@@ -109,7 +109,7 @@ def _tensors(
     if not shards:
         _reject(op, "no shard was given")
     dtype, device = pool.dtype, pool.device
-    if dtype.itemsize not in _INTEGER:
+    if dtype.itemsize not in INTEGER:
         _reject(op, f"{dtype} has {dtype.itemsize} bytes per element; 1, 2 or 4 can be moved")
     expected = list(pool.shape)
     if len(expected) != len(axes):

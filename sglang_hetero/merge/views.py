@@ -9,8 +9,7 @@ from sglang_hetero.errors import ManifestError
 from sglang_hetero.layout.component import AxisName, Component
 from sglang_hetero.reshard.share import Share
 
-INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""The integer type that carries elements of so many bytes."""
+from .checks import INTEGER
 
 
 def item_view(memory: torch.Tensor, component: Component) -> torch.Tensor:

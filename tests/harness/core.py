@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_hetero.layout.component import Component, Item, Role, Segment
+from sglang_hetero.layout.component import Component, Item, Role, Segment, Sharding
 from sglang_hetero.layout.geometry import HeadAttention, LinearAttention, ModelGeometry
 from sglang_hetero.layout.manifest import Coordinates, Manifest
 from sglang_hetero.layout.manifest import Side as ManifestSide
@@ -94,7 +94,7 @@ class CoreHandover:
 def model_geometry(geometry: Geometry) -> ModelGeometry:
     """The harness's geometry in the core's words."""
     segments = tuple(
-        Segment(name, segment.heads, segment.head_width)
+        Segment(name, segment.heads, segment.head_width, Sharding.DIVIDED)
         for name, segment in zip("qkv", geometry.conv_segments, strict=True)
     )
     return ModelGeometry(

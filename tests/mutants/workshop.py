@@ -51,15 +51,15 @@ class Workshop:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="sglang-hetero-mutants-")
-        self._root = Path(self._folder.name)
+        self.root = Path(self._folder.name)
 
     def __enter__(self) -> "Workshop":
         for name in COPIED:
             source = ROOT / name
             if source.is_dir():
-                shutil.copytree(source, self._root / name, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                shutil.copy(source, self._root / name)
+                shutil.copy(source, self.root / name)
         return self
 
     def __exit__(
@@ -69,7 +69,7 @@ class Workshop:
 
     def with_fault(self, fault: Fault) -> Outcome:
         """Run the tests with this fault, then mend it."""
-        path = self._root / fault.file
+        path = self.root / fault.file
         right = path.read_text()
         fault.check(right)
         path.write_text(right.replace(fault.right, fault.wrong))
@@ -80,9 +80,9 @@ class Workshop:
 
     def run(self) -> Outcome:
         """Run the tests up to the first failure."""
-        environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1", PYTHONPATH=str(self._root))
-        check = f"import sglang_hetero as s, sys; sys.exit(not s.__file__.startswith({str(self._root)!r}))"
-        subprocess.run([sys.executable, "-c", check], cwd=self._root, env=environment, check=True)
+        environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1", PYTHONPATH=str(self.root))
+        check = f"import sglang_hetero as s, sys; sys.exit(not s.__file__.startswith({str(self.root)!r}))"
+        subprocess.run([sys.executable, "-c", check], cwd=self.root, env=environment, check=True)
         command = [
             sys.executable,
             "-m",
@@ -97,7 +97,7 @@ class Workshop:
         ]
         with subprocess.Popen(
             command,
-            cwd=self._root,
+            cwd=self.root,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -19,6 +19,11 @@ from sglang_hetero.layout.geometry import HeadAttention, LatentAttention, Linear
 from sglang_hetero.layout.pools import describe
 from tests.unit.layout.live_pools import SLOTS, coordinates, kv_pool, mamba_pool, platform
 
+
+def divided(name: str, heads: int, width: int) -> Segment:
+    return Segment(name, heads, width, Sharding.DIVIDED)
+
+
 TP_SIZES = (1, 2, 4)
 Config = dict[str, Any]
 
@@ -164,7 +169,7 @@ def test_gated_delta_net() -> None:
         attention=HeadAttention(2, 16, 16),
         attention_layers=(3, 7),
         linear=LinearAttention(
-            conv_segments=(Segment("q", 4, 3), Segment("k", 4, 3), Segment("v", 8, 5)),
+            conv_segments=(divided("q", 4, 3), divided("k", 4, 3), divided("v", 8, 5)),
             conv_kernel=4,
             ssm_heads=8,
             ssm_rows=5,
@@ -190,19 +195,19 @@ def test_kimi_counts_layers_from_one() -> None:
     geometry = geometry_from_config(KIMI)
     assert (geometry.attention_layers, geometry.linear_layers) == ((3,), (0, 1, 2, 4))
     assert geometry.attention == LatentAttention(32, 16)
-    assert geometry.linear == LinearAttention(tuple(Segment(name, 4, 6) for name in "qkv"), 4, 4, 6, 6)
+    assert geometry.linear == LinearAttention(tuple(divided(name, 4, 6) for name in "qkv"), 4, 4, 6, 6)
     assert geometry.draft_layers == ()
     assert geometry_from_config({**KIMI, "num_nextn_predict_layers": 1}).draft_layers == (0,)
     nested = {"model_type": "kimi_vl", "architectures": ["KimiVL"], "text_config": KIMI}
     assert geometry_from_config(nested) == geometry
 
 
-@pytest.mark.parametrize(("groups", "sharding"), [(4, Sharding.BY_HEAD), (1, Sharding.REPLICATED)])
+@pytest.mark.parametrize(("groups", "sharding"), [(4, Sharding.DIVIDED), (1, Sharding.REPLICATED)])
 def test_mamba2_groups(groups: int, sharding: Sharding) -> None:
     geometry = geometry_from_config({**NEMOTRON, "n_groups": groups})
     assert geometry.linear == LinearAttention(
         conv_segments=(
-            Segment("x", 8, 3),
+            divided("x", 8, 3),
             Segment("B", groups, 5, sharding),
             Segment("C", groups, 5, sharding),
         ),

@@ -39,11 +39,16 @@ from tests.unit.layout.live_pools import (
     value,
 )
 
+
+def divided(name: str, heads: int, width: int) -> Segment:
+    return Segment(name, heads, width, Sharding.DIVIDED)
+
+
 GDN = ModelGeometry(
     attention=HeadAttention(kv_heads=2, key_width=6, value_width=6),
     attention_layers=(1, 3),
     linear=LinearAttention(
-        conv_segments=(Segment("q", 4, 3), Segment("k", 4, 3), Segment("v", 8, 2)),
+        conv_segments=(divided("q", 4, 3), divided("k", 4, 3), divided("v", 8, 2)),
         conv_kernel=4,
         ssm_heads=8,
         ssm_rows=2,
@@ -55,12 +60,12 @@ GDN = ModelGeometry(
 
 
 def _mamba2(groups: int) -> ModelGeometry:
-    sharding = Sharding.BY_HEAD if groups > 1 else Sharding.REPLICATED
+    sharding = Sharding.DIVIDED if groups > 1 else Sharding.REPLICATED
     return ModelGeometry(
         attention=HeadAttention(kv_heads=4, key_width=4, value_width=4),
         attention_layers=(0, 1),
         linear=LinearAttention(
-            conv_segments=(Segment("x", 8, 2), Segment("B", groups, 3, sharding), Segment("C", groups, 3, sharding)),
+            conv_segments=(divided("x", 8, 2), Segment("B", groups, 3, sharding), Segment("C", groups, 3, sharding)),
             conv_kernel=4,
             ssm_heads=8,
             ssm_rows=2,
@@ -74,7 +79,7 @@ KIMI = ModelGeometry(
     attention=LatentAttention(latent_width=32, rope_width=16),
     attention_layers=(3,),
     linear=LinearAttention(
-        conv_segments=tuple(Segment(name, 4, 5) for name in "qkv"),
+        conv_segments=tuple(divided(name, 4, 5) for name in "qkv"),
         conv_kernel=4,
         ssm_heads=4,
         ssm_rows=5,
@@ -333,7 +338,7 @@ def plain() -> Pools:
         (_linear(ssm_rows=4), ("ssm", "[3, 3, 8, 4, 3]")),
         (_linear(ssm_columns=2), ("ssm", "[3, 3, 8, 2, 2]")),
         (_linear(conv_kernel=5), ("conv: found slots of [40, 3]", "[channel, window] = [40, 4]", "[4 or more, 40]")),
-        (_linear(conv_segments=(Segment("q", 8, 5),)), ("conv: found segments of [12, 12, 16]", "expected [40]")),
+        (_linear(conv_segments=(divided("q", 8, 5),)), ("conv: found segments of [12, 12, 16]", "expected [40]")),
         (_model(attention_layers=(1,)), ("attention layers: the pools hold 1, 3, expected 1",)),
         (_model(linear_layers=(0, 2)), ("linear-attention layers: the pools hold 0, 2, 4, expected 0, 2",)),
         (_model(linear=None, linear_layers=()), ("linear-attention layers: the pools hold 0, 2, 4, expected none",)),
@@ -357,10 +362,10 @@ def test_rejects_heads_that_cannot_be_sharded(plain: Pools) -> None:
 
 def test_rejects_linear_heads_fewer_than_ranks() -> None:
     """On a CPU SGLang pads them: the shapes are those of replicated heads, the content is not."""
-    model = _linear(conv_segments=tuple(Segment(name, 2, 3) for name in "qkv"), ssm_heads=2, ssm_rows=3)
-    pools = build(_linear(conv_segments=tuple(Segment(name, 4, 3) for name in "qkv"), ssm_heads=4, ssm_rows=3), 4)
+    model = _linear(conv_segments=tuple(divided(name, 2, 3) for name in "qkv"), ssm_heads=2, ssm_rows=3)
+    pools = build(_linear(conv_segments=tuple(divided(name, 4, 3) for name in "qkv"), ssm_heads=4, ssm_rows=3), 4)
     pools.mamba.conv_shard_groups = None
-    with pytest.raises(TopologyError, match="2 q heads cannot be divided among TP 4"):
+    with pytest.raises(TopologyError, match="segment q: 2 heads cannot be divided among TP 4"):
         _describe(pools, model, 4)
 
 
@@ -577,7 +582,7 @@ def test_rejects_windows_that_do_not_fit(item: tuple[int, int], hint: int | None
 
 
 def test_square_slots_need_a_hint() -> None:
-    model = _linear(conv_segments=tuple(Segment(name, 1, 1) for name in "qkv"), ssm_heads=1, ssm_rows=1, ssm_columns=1)
+    model = _linear(conv_segments=tuple(divided(name, 1, 1) for name in "qkv"), ssm_heads=1, ssm_rows=1, ssm_columns=1)
     for name, axis in (("cuda", 1), ("npu", 0)):
         with patch("tests.unit.layout.live_pools.DRAFT_TOKENS", 1):
             pools = build(model, 1, name)
