@@ -15,8 +15,7 @@ def show(explanation: Explanation) -> None:
     stock = explanation.upstream
     plural = "" if explanation.chunks == 1 else "s"
     console.print(
-        f"{explanation.tokens:,} tokens in {explanation.pages:,} pages, {explanation.chunks} prefill chunk{plural}. "
-        "All of it goes to staging on decode, then into the caches."
+        f"{explanation.tokens:,} tokens in {explanation.pages:,} pages, {explanation.chunks} prefill chunk{plural}."
     )
     console.print(_sources(explanation))
     console.print(_parts(explanation))
@@ -32,12 +31,12 @@ def show(explanation: Explanation) -> None:
 
 
 def _sources(explanation: Explanation) -> Table:
-    table = _table("from", "to", "gathered first", numbers=("MiB", "KV descriptors", "state descriptors"))
+    table = _table("from", "to", "on its way", numbers=("MiB", "KV descriptors", "state descriptors"))
     for source in explanation.sources:
         table.add_row(
             _name(source, explanation),
             ", ".join(f"D{route.decode_rank}" for route in source.to) or "nobody",
-            "yes" if source.packed else "no",
+            _way(source),
             f"{source.bytes / MIB:,.1f}",
             f"{source.kv_descriptors:,}",
             f"{source.state_descriptors:,}",
@@ -60,6 +59,12 @@ def _parts(explanation: Explanation) -> Table:
                     f"{part.descriptors:,}",
                 )
     return table
+
+
+def _way(source: Source) -> str:
+    if not any(route.staged for route in source.to):
+        return "as it is" if source.to else ""
+    return "gathered, staged, merged" if source.packed else "staged, merged"
 
 
 def _table(*columns: str, numbers: tuple[str, ...]) -> Table:

@@ -15,7 +15,7 @@ from .upstream import Upstream, upstream
 class Part:
     """One share of one source. blocks are (source, destination, size) in elements along the cut axis.
 
-    packed: gathered into a buffer at the source before it is sent; everything is staged and merged at the destination.
+    packed: gathered into a buffer at the source before it is sent.
     """
 
     role: str
@@ -29,9 +29,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Route:
-    """What one source sends to one decode rank."""
+    """What one source sends to one decode rank.
+
+    staged: it goes to staging and is merged; where both ranks have byte-compatible layouts there is nothing to merge,
+    and SGLang's own path writes item to item.
+    """
 
     decode_rank: int
+    staged: bool
     kv_descriptors: int
     state_descriptors: int
     bytes: int
@@ -115,6 +120,7 @@ def _route(plan: Plan, source: int, request: Request) -> Route:
         parts.setdefault(id(piece.share), []).append(piece)
     return Route(
         decode_rank=plan.destination.coordinates.tp_rank,
+        staged=plan.sources[source].fingerprint != plan.destination.fingerprint,
         kv_descriptors=sum(len(piece.descriptors) for piece in binding.of(Item.PAGE)),
         state_descriptors=sum(len(piece.descriptors) for piece in binding.of(Item.SLOT)),
         bytes=sum(piece.descriptors.nbytes for piece in binding.pieces),

@@ -65,6 +65,17 @@ def test_a_narrow_prefill_gathers_first(capsys):
     assert source["bytes"] == 2 * (KV_BYTES + STATE_BYTES)
 
 
+def test_equal_sizes_need_no_staging(capsys):
+    """Then both ranks have the same bytes for an item, and SGLang's own path writes one to the other."""
+    found = explain(capsys, *QWEN35_2B, *p_d(2, 2))
+    assert [[route["decode_rank"] for route in source["to"]] for source in found["sources"]] == [[0], [1]]
+    assert not any(route["staged"] for source in found["sources"] for route in source["to"])
+    assert found["upstream"]["faults"] == []
+    assert found["upstream"]["kv_descriptors"] == ENTRIES * CHUNKS
+    found = explain(capsys, *QWEN35_2B, *p_d(2, 1))
+    assert all(route["staged"] for source in found["sources"] for route in source["to"])
+
+
 def test_replicas_share_the_work(capsys):
     """TP 8 holds each of 2 kv heads four times: all ranks send some layers, together each layer once."""
     found = explain(capsys, *QWEN35_2B, *p_d(8, 1))
