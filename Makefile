@@ -13,7 +13,7 @@ help:
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
 	@echo "make test    all tests (about 20 minutes on 2 cores)"
 	@echo "make unit    the tests that start no server (about 2 minutes)"
-	@echo "make mutants put in 38 faults one by one and see that the tests notice each; ends caught N/N"
+	@echo "make mutants put in some forty faults one by one; the tests must notice each; ends caught N/N"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s, and the merge"

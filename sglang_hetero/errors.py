@@ -21,5 +21,9 @@ class CoverageError(HeteroError):
     """A destination element would be written by nobody, or by more than one source."""
 
 
+class MergeError(HeteroError):
+    """The arguments of a merge contradict each other, or what it needs has not arrived; nothing was written."""
+
+
 class BindError(HeteroError):
     """Pages, slots or tokens of a request do not fit the plan."""

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-from sglang_hetero.cpu.layout import ConvLayout, conv_layout_from_env, pool_slot_shape
+from sglang_hetero.cpu.layout import conv_layout_from_env, pool_slot_shape
 from sglang_hetero.cpu.ops import commit, gates
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 _SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 _HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"

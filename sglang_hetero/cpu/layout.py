@@ -13,23 +13,16 @@ The environment variable SGLANG_HETERO_CPU_CONV_LAYOUT chooses; the default is `
 
 from __future__ import annotations
 
-import enum
 import os
 from typing import TYPE_CHECKING
 
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 if TYPE_CHECKING:
     import torch
 
 CONV_LAYOUT_ENV = "SGLANG_HETERO_CPU_CONV_LAYOUT"
-
-
-class ConvLayout(enum.Enum):
-    """Order of the axes of one conv slot."""
-
-    CHANNELS_FIRST = "channels_first"
-    WINDOW_FIRST = "window_first"
 
 
 def conv_layout_from_env() -> ConvLayout:

@@ -10,7 +10,8 @@ from sglang_hetero.layout.component import ITEMSIZE
 from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
 from sglang_hetero.layout.geometry import ModelGeometry
 from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
-from sglang_hetero.layout.synthetic import PoolOptions, WindowOrder, manifest
+from sglang_hetero.layout.synthetic import PoolOptions, manifest
+from sglang_hetero.layout.window import ConvLayout
 from sglang_hetero.reshard import plan
 from sglang_hetero.reshard.bind import chunk_pages
 from sglang_hetero.reshard.explain import Explanation, Request, explain
@@ -18,7 +19,8 @@ from sglang_hetero.reshard.explain import Explanation, Request, explain
 from . import checkpoint, table
 
 MAX_TOKENS = 1 << 24
-"""Sixteen million: beyond every context length, and still bound in seconds."""
+"""Sixteen million: beyond every context length, and still bound in seconds in chunks of the default size."""
+MAX_CHUNKS = 1 << 12
 MAX_TP = 128
 SLOT = 1
 
@@ -29,7 +31,7 @@ EXAMPLES = """examples:
   sglang-hetero explain --model ./Kimi-Linear/config.json --prefill-tp 4 --prefill-pp 2 --decode-tp 1 --tokens 4096
 
 Nothing is started and no weights are read: a checkpoint's config.json is enough. Descriptors are counted for pages in
-one run, or with --scattered for pages of which no two are neighbours: a busy server's requests lie between the two."""
+one run, or with --scattered for pages of which no two are neighbours. Requests of a busy server are in between."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -45,19 +47,33 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--decode-tp", type=_count, required=True, metavar="N", help="attention TP ranks of decode")
     parser.add_argument("--prefill-pp", type=_count, default=1, metavar="N", help="pipeline stages of prefill")
     parser.add_argument("--tokens", type=_count, required=True, metavar="N", help="tokens of the prompt")
-    parser.add_argument("--page", type=_count, default=128, metavar="N", help="tokens per page (default %(default)s)")
     parser.add_argument(
-        "--chunk", type=_count, default=8192, metavar="N", help="tokens per prefill chunk (default %(default)s)"
+        "--page",
+        type=_count,
+        default=128,
+        metavar="N",
+        help="tokens per page, as --page-size (default %(default)s)",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=_count,
+        default=8192,
+        metavar="N",
+        help="tokens per prefill chunk, as --chunked-prefill-size (default %(default)s)",
     )
     parser.add_argument("--scattered", action="store_true", help="no two pages of the request are neighbours")
     parser.add_argument(
         "--conv-layout",
-        choices=[order.value for order in WindowOrder],
-        default=WindowOrder.WINDOW_FIRST.value,
+        choices=[layout.value for layout in ConvLayout],
+        default=ConvLayout.WINDOW_FIRST.value,
         help="order of a conv slot in memory: window_first on an NPU, channels_first on CUDA (default %(default)s)",
     )
     parser.add_argument(
-        "--mtp", type=int, default=3, metavar="DEPTH", help="draft steps, 0 for no draft model (default %(default)s)"
+        "--mtp",
+        type=int,
+        default=3,
+        metavar="DEPTH",
+        help="draft steps, as --speculative-num-steps; 0 for none (default %(default)s)",
     )
     for name, dtype in (("kv", "bfloat16"), ("conv", "bfloat16"), ("ssm", "float32")):
         parser.add_argument(f"--{name}-dtype", choices=sorted(ITEMSIZE), default=dtype, help="(default %(default)s)")
@@ -80,6 +96,9 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
     _check(arguments)
     config = checkpoint.read(arguments.model)
     geometry, fingerprint = geometry_from_config(config), config_fingerprint(config)
+    layers = {*geometry.attention_layers, *geometry.linear_layers}
+    if arguments.prefill_pp > len(layers):
+        raise HeteroError(f"--prefill-pp {arguments.prefill_pp}: the model has only {len(layers)} layers")
     chunks = chunk_pages(arguments.tokens, arguments.chunk, arguments.page)
     pages = chunks[-1].stop
     # Every second page: no page of the request follows another one.
@@ -87,7 +106,7 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
     options = PoolOptions(
         page_size=arguments.page,
         pages=int(ids[-1]),
-        window_order=WindowOrder(arguments.conv_layout),
+        conv_layout=ConvLayout(arguments.conv_layout),
         draft_rows=arguments.mtp,
         kv_dtype=arguments.kv_dtype,
         conv_dtype=arguments.conv_dtype,
@@ -120,9 +139,20 @@ def _manifest(
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raise HeteroError for sizes that no server has."""
-    for name, limit in (("tokens", MAX_TOKENS), ("prefill_tp", MAX_TP), ("decode_tp", MAX_TP), ("prefill_pp", MAX_TP)):
+    limits = {
+        "tokens": MAX_TOKENS,
+        "page": MAX_TOKENS,
+        "prefill_tp": MAX_TP,
+        "decode_tp": MAX_TP,
+        "prefill_pp": MAX_TP,
+    }
+    for name, limit in limits.items():
         if getattr(arguments, name) > limit:
             raise HeteroError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: more than {limit}")
+    if -(-arguments.tokens // arguments.chunk) > MAX_CHUNKS:
+        raise HeteroError(
+            f"--tokens {arguments.tokens} in chunks of --chunk {arguments.chunk}: more than {MAX_CHUNKS} chunks"
+        )
     if arguments.mtp < 0:
         raise HeteroError(f"--mtp {arguments.mtp}: a depth is 0 or more")
 

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from sglang_hetero import models
-from sglang_hetero.cpu.layout import ConvLayout
 from sglang_hetero.launcher.options import DEFAULT_CHUNK, UNEQUAL_TP_CHUNK, DType, Options, Router
+from sglang_hetero.layout.window import ConvLayout
 
 
 def positive(text: str) -> int:

@@ -16,13 +16,13 @@ import requests
 
 from sglang_hetero import models
 from sglang_hetero.cpu import enable
-from sglang_hetero.cpu.layout import ConvLayout
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import command
 from sglang_hetero.launcher.options import Options
 from sglang_hetero.launcher.ports import Ports
 from sglang_hetero.launcher.process import Supervised
 from sglang_hetero.launcher.topology import Instance, Role, Topology
+from sglang_hetero.layout.window import ConvLayout
 
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 10.0

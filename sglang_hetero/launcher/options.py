@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from sglang_hetero.cpu.layout import ConvLayout
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 MAX_MTP_DEPTH = 16
 # Prompt tokens of one prefill step: SGLang's usual figure, and one that stays below the batch that Mooncake's TCP

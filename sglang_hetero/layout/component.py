@@ -6,7 +6,7 @@ which is either sharded by head or replicated. Nothing is read off shapes alone:
 and so are the rows of the conv window that hold something.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -86,6 +86,40 @@ class AxisName(StrEnum):
     """Key channel of an SSM state, state index in Mamba-2."""
 
 
+_SHAPES: dict[Role, tuple[Item, AxisName, frozenset[AxisName]]] = {
+    **dict.fromkeys(
+        (Role.TARGET_KEY, Role.TARGET_VALUE, Role.DRAFT_KEY, Role.DRAFT_VALUE),
+        (Item.PAGE, AxisName.HEAD, frozenset({AxisName.TOKEN, AxisName.HEAD, AxisName.CHANNEL})),
+    ),
+    **dict.fromkeys(
+        (Role.TARGET_LATENT, Role.TARGET_ROPE, Role.DRAFT_LATENT, Role.DRAFT_ROPE),
+        (Item.PAGE, AxisName.CHANNEL, frozenset({AxisName.TOKEN, AxisName.CHANNEL})),
+    ),
+    Role.CONV: (Item.SLOT, AxisName.CHANNEL, frozenset({AxisName.CHANNEL, AxisName.WINDOW})),
+    Role.SSM: (
+        Item.SLOT,
+        AxisName.HEAD,
+        frozenset({AxisName.HEAD, AxisName.STATE_ROW, AxisName.STATE_COLUMN}),
+    ),
+}
+"""Per role: what a request is given of it, the axis that is cut over ranks, and all axes. In which order the axes are
+listed is for two sides to compare."""
+
+
+def check_name(value: str, what: str) -> None:
+    """Raise ManifestError unless a text from a peer may be shown in a message or a log as it is."""
+    if not 1 <= len(value) <= limits.MAX_NAME:
+        raise ManifestError(f"{what} has {len(value)} characters, must have 1 to {limits.MAX_NAME}")
+    if not value.isprintable():
+        raise ManifestError(f"{what} is {value!r}, with characters that cannot be printed")
+
+
+def short(values: Sequence[int], limit: int = 12) -> str:
+    """The first few numbers of a long row, for messages."""
+    shown = ", ".join(str(value) for value in values[:limit])
+    return (shown + (f", ... ({len(values)})" if len(values) > limit else "")) or "none"
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ManifestError(message)
@@ -111,7 +145,7 @@ class Segment(Struct, frozen=True):
     sharding: Sharding = Sharding.BY_HEAD
 
     def __post_init__(self) -> None:
-        _within(len(self.name), 1, limits.MAX_NAME, "length of a segment's name")
+        check_name(self.name, "a segment's name")
         _within(self.heads, 1, limits.MAX_ELEMENTS, f"segment {self.name}: heads")
         _within(self.width, 1, limits.MAX_ELEMENTS, f"segment {self.name}: width")
 
@@ -194,13 +228,14 @@ class Component(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         where = f"{self.role}"
+        check_name(self.dtype, f"{where}: dtype")
         _require(self.dtype in ITEMSIZE, f"{where}: dtype {self.dtype!r} is none of {', '.join(sorted(ITEMSIZE))}")
-        _within(len(self.encoding), 1, limits.MAX_NAME, f"{where}: length of the encoding's name")
+        check_name(self.encoding, f"{where}: encoding")
         _within(len(self.layers), 1, limits.MAX_LAYERS, f"{where}: number of layers")
         _require(
             all(0 <= layer <= limits.MAX_ELEMENTS for layer in self.layers)
             and all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False)),
-            f"{where}: layer ids must increase from 0 or more, they are {_short(self.layers)}",
+            f"{where}: layer ids must increase from 0 or more, they are {short(self.layers)}",
         )
         _require(
             len(self.addresses) == len(self.layers),
@@ -209,23 +244,35 @@ class Component(Struct, frozen=True):
         _within(self.items, 1, limits.MAX_ELEMENTS, f"{where}: items")
         _within(self.item_stride, 1, limits.MAX_BYTES, f"{where}: item_stride")
         self._check_axes(where)
-        span = (self.items - 1) * self.item_stride + self.item_span
+        self._check_addresses(where)
+
+    def _check_addresses(self, where: str) -> None:
+        _require(len(set(self.addresses)) == len(self.addresses), f"{where}: two layers lie at one address")
         for address in self.addresses:
             _require(
-                address >= 0 and address + span <= limits.ADDRESS_SPACE,
-                f"{where}: a buffer at {address:#x} of {span} bytes leaves the address space",
+                address >= 0 and address + self.buffer_span <= limits.ADDRESS_SPACE,
+                f"{where}: a buffer at {address:#x} of {self.buffer_span} bytes leaves the address space",
+            )
+            _require(address % self.itemsize == 0, f"{where}: address {address:#x} suits no {self.dtype}")
+        for what, stride in (("items", self.item_stride), *((f"axis {axis.name}", axis.stride) for axis in self.axes)):
+            _require(
+                stride % self.itemsize == 0, f"{where}: the stride of {what}, {stride} bytes, suits no {self.dtype}"
             )
 
     def _check_axes(self, where: str) -> None:
         _within(len(self.axes), 1, limits.MAX_AXES, f"{where}: number of axes")
         names = [axis.name for axis in self.axes]
-        _require(len(set(names)) == len(names), f"{where}: an axis is named twice in {', '.join(names)}")
+        item, cut, known = _SHAPES[self.role]
+        _require(self.item is item, f"{where}: a request is given it by {item}, not by {self.item}")
         _require(
-            sum(bool(axis.segments) for axis in self.axes) == 1,
-            f"{where}: exactly one axis must have segments, of {', '.join(names)}",
+            frozenset(names) == known and len(names) == len(known),
+            f"{where}: its axes are {', '.join(names)}, must be {', '.join(sorted(known))}",
+        )
+        _require(
+            [axis.name for axis in self.axes if axis.segments] == [cut],
+            f"{where}: axis {cut}, and no other, must have segments",
         )
         if self.item is Item.PAGE:
-            _require(AxisName.TOKEN in names, f"{where}: a page needs a {AxisName.TOKEN} axis, it has {names}")
             _require(
                 self.encoding != PLAIN or self._is_outermost(AxisName.TOKEN),
                 f"{where}: tokens must be the outermost axis of a page in memory, so that a part of it can be moved",
@@ -255,13 +302,18 @@ class Component(Struct, frozen=True):
 
     @property
     def memory_order(self) -> tuple[Axis, ...]:
-        """Axes from the outermost in memory to the innermost; an axis of one element keeps its listed place."""
+        """Axes from the outermost in memory to the innermost; where one of a single element comes says nothing."""
         return tuple(sorted(self.axes, key=lambda axis: (-axis.stride, -axis.size)))
 
     @property
     def item_span(self) -> int:
         """Bytes from the first to the last of an item, gaps included."""
         return self.itemsize + sum((axis.size - 1) * axis.stride for axis in self.axes)
+
+    @property
+    def buffer_span(self) -> int:
+        """Bytes from the first to the last of a layer's buffer."""
+        return (self.items - 1) * self.item_stride + self.item_span
 
     @property
     def cut_axis(self) -> Axis:
@@ -295,8 +347,3 @@ def describe_segments(segments: tuple[Segment, ...]) -> Iterator[str]:
     """Each segment in words, for messages."""
     for segment in segments:
         yield f"{segment.name} {segment.heads} x {segment.width} {segment.sharding.replace('_', ' ')}"
-
-
-def _short(values: tuple[int, ...], limit: int = 8) -> str:
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown + (", ..." if len(values) > limit else "")

@@ -1,4 +1,4 @@
-"""From a checkpoint's configuration to the caches it needs, and to a digest that tells two models apart."""
+"""From a checkpoint's configuration to the caches it needs, and to a digest that tells two configurations apart."""
 
 from collections.abc import Mapping
 
@@ -29,6 +29,16 @@ _MEANING = (
     "n_routed_experts",
     "num_experts_per_tok",
     "num_experts_per_token",
+    "num_expert_group",
+    "topk_group",
+    "topk_method",
+    "norm_topk_prob",
+    "moe_renormalize",
+    "moe_router_activation_func",
+    "routed_scaling_factor",
+    "attention_out_multiplier",
+    "ssm_out_multiplier",
+    "mlp_multipliers",
     "embedding_multiplier",
     "attention_in_multiplier",
     "key_multiplier",
@@ -64,6 +74,7 @@ def geometry_from_config(config: object) -> ModelGeometry:
 def config_fingerprint(config: object) -> str:
     """Digest of what decides the meaning of the caches: architecture, geometry, and the fields behind the numbers.
 
+    It is of the configuration alone: a model before and after fine-tuning has one fingerprint.
     The same for any order of keys, and free of paths, versions and storage formats. Compare digests of the same kind
     of config only: an object has defaults filled in that a config.json leaves out. Raises like geometry_from_config.
     """

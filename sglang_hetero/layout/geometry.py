@@ -5,7 +5,7 @@ Plain data. layout/config.py reads it from a checkpoint's configuration.
 
 from dataclasses import dataclass
 
-from .component import Segment
+from .component import Segment, Sharding
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,11 @@ class HeadAttention:
     key_width: int
     value_width: int
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The head axis."""
+        return (Segment("kv", self.kv_heads, 1),)
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -23,6 +28,16 @@ class LatentAttention:
 
     latent_width: int
     rope_width: int
+
+    @property
+    def latent_segments(self) -> tuple[Segment, ...]:
+        """The channels of the compressed part."""
+        return (Segment("latent", 1, self.latent_width, Sharding.REPLICATED),)
+
+    @property
+    def rope_segments(self) -> tuple[Segment, ...]:
+        """The channels of the rotary part; where one buffer holds both they come last."""
+        return (Segment("rope", 1, self.rope_width, Sharding.REPLICATED),)
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,11 @@ class LinearAttention:
     ssm_heads: int
     ssm_rows: int
     ssm_columns: int
+
+    @property
+    def ssm_segments(self) -> tuple[Segment, ...]:
+        """The head axis of the recurrent state."""
+        return (Segment("ssm", self.ssm_heads, 1, Sharding.DIVIDED),)
 
     @property
     def live_window(self) -> int:

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from sglang_hetero.errors import ManifestError
 
-from .component import ITEMSIZE, PLAIN, AxisName, Component, Item, Role, Segment, Sharding, cut_size
+from .component import ITEMSIZE, PLAIN, AxisName, Component, Item, Role, cut_size
 from .geometry import HeadAttention, LatentAttention
 from .known_pools import MHA, MLA, NPU_MHA, NPU_MLA, KVPool, check_plain
 from .manifest import Coordinates
@@ -63,8 +63,8 @@ def _head_layout(
 ) -> list[Component]:
     """K and V per head: [token rows, head, channel] per layer; on an NPU [page, token, head, channel], or with
     ASCEND_USE_FIA [token rows, 1, head, channel] on the same bytes."""
-    heads = Segment("kv", attention.kv_heads, 1)
-    local = cut_size((heads,), coordinates.tp_size, coordinates.tp_rank, "attention")
+    heads = attention.segments
+    local = cut_size(heads, coordinates.tp_size, coordinates.tp_rank, "attention")
     key, value = (Role.DRAFT_KEY, Role.DRAFT_VALUE) if draft else (Role.TARGET_KEY, Role.TARGET_VALUE)
     source = cast(_HeadPool, pool)
     described = []
@@ -76,9 +76,7 @@ def _head_layout(
             layer: _head_pages(pool, view, local, width) for layer, view in _layer_views(pool, layers, buffers, role)
         }
         dtype = _logical_dtype(pool, views)
-        described.append(
-            component_of(role, Item.PAGE, views, _HEAD_AXES, segments={AxisName.HEAD: (heads,)}, dtype=dtype)
-        )
+        described.append(component_of(role, Item.PAGE, views, _HEAD_AXES, segments={AxisName.HEAD: heads}, dtype=dtype))
     return described
 
 
@@ -98,10 +96,7 @@ def _latent_layout(
 ) -> list[Component]:
     """One buffer per layer, [token row, 1, latent then rope]."""
     role = Role.DRAFT_LATENT if draft else Role.TARGET_LATENT
-    segments = (
-        Segment("latent", 1, attention.latent_width, Sharding.REPLICATED),
-        Segment("rope", 1, attention.rope_width, Sharding.REPLICATED),
-    )
+    segments = attention.latent_segments + attention.rope_segments
     width = attention.latent_width + attention.rope_width
     views = {}
     for layer, view in _layer_views(pool, layers, cast(_LatentPool, pool).kv_buffer, role):
@@ -121,18 +116,18 @@ def _split_latent_layout(
     latent, rope = (Role.DRAFT_LATENT, Role.DRAFT_ROPE) if draft else (Role.TARGET_LATENT, Role.TARGET_ROPE)
     encoding = FIA_NZ if getattr(pool, "use_fia_nz", False) else PLAIN
     described = []
-    for role, name, buffers, width in (
-        (latent, "latent", source.k_buffer, attention.latent_width),
-        (rope, "rope", source.v_buffer, attention.rope_width),
+    for role, buffers, segments, width in (
+        (latent, source.k_buffer, attention.latent_segments, attention.latent_width),
+        (rope, source.v_buffer, attention.rope_segments, attention.rope_width),
     ):
         views = {
             layer: view.expect("page, token, 1, channel", _pages(pool), pool.page_size, 1, width).without(2)
             for layer, view in _layer_views(pool, layers, buffers, role)
         }
-        segments = {AxisName.CHANNEL: (Segment(name, 1, width, Sharding.REPLICATED),)}
+        cut = {AxisName.CHANNEL: segments}
         dtype = _logical_dtype(pool, views)
         described.append(
-            component_of(role, Item.PAGE, views, _LATENT_AXES, segments=segments, dtype=dtype, encoding=encoding)
+            component_of(role, Item.PAGE, views, _LATENT_AXES, segments=cut, dtype=dtype, encoding=encoding)
         )
     return described
 

@@ -1,6 +1,7 @@
 """Bounds on what a description from the network may claim, far above any model that exists.
 
-They keep the work that a hostile or broken peer can cause small, and every product of two of them below 2**64.
+They keep the work that a hostile or broken peer can cause small. Arithmetic on them is Python's, which does not wrap;
+what becomes a numpy array has been checked to lie in the address space first.
 """
 
 MAX_MANIFEST_BYTES = 4 << 20
@@ -17,4 +18,6 @@ MAX_ELEMENTS = 1 << 32
 """Elements along one axis, heads, and items of a pool."""
 MAX_BYTES = 1 << 56
 """Strides and spans."""
+MAX_RUNS = 1 << 20
+"""Runs of bytes in which a source may hold its part of one item; a page of 128 tokens, cut by head, has 128."""
 ADDRESS_SPACE = 1 << 64

@@ -8,7 +8,7 @@ import msgspec
 from sglang_hetero.errors import ManifestError, TopologyError
 
 from . import limits
-from .component import AxisName, Component, Item, Role, Struct
+from .component import AxisName, Component, Item, Role, Struct, check_name
 
 
 class Side(StrEnum):
@@ -64,8 +64,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in ("host", "model", "incarnation"):
-            if not 1 <= len(getattr(self, name)) <= limits.MAX_NAME:
-                raise ManifestError(f"{name} must have 1 to {limits.MAX_NAME} characters")
+            check_name(getattr(self, name), name)
         if not 1 <= self.page_size <= limits.MAX_ELEMENTS:
             raise ManifestError(f"{self.label}: page_size is {self.page_size}, must be 1 to {limits.MAX_ELEMENTS}")
         if not 1 <= len(self.components) <= limits.MAX_COMPONENTS:
@@ -107,9 +106,10 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the layout: equal for two ranks exactly when items can be copied between them byte for byte.
+        """Digest of the layout: for two ranks with the same one, an item of one is an item of the other byte for byte.
 
-        Where the rank runs, how many items it has and where they lie is left out. That sizes are equal means nothing.
+        It covers what the bytes mean, so model, page size, TP rank and size; where the process runs, how many items it
+        has and where they lie are left out. That sizes are equal means nothing.
         """
         ordered = sorted(self.components, key=lambda component: (component.role, component.layers))
         geometry = [_meaning(component) for component in ordered]

@@ -5,7 +5,7 @@ Nothing here imports torch or SGLang: pools and tensors are read by the few attr
 
 from sglang_hetero.errors import ManifestError, TopologyError
 
-from .component import Component
+from .component import Component, short
 from .geometry import ModelGeometry
 from .known_pools import unwrap
 from .kv_pools import attention_components
@@ -29,6 +29,8 @@ def describe(
 ) -> Manifest:
     """What every byte of this rank's caches means.
 
+    model: read it from SGLang's own configuration object, not from config.json: on a CPU with more ranks than kv heads
+    SGLang pads the heads, and the padded pool has the shape of a replicated one; the object says so and is refused.
     target_pool: the target model's KV pool, a HybridLinearKVPool. draft_pool: the MTP module's, None without
     speculation. mamba_pool: the linear state, None for the one that target_pool names. fingerprint: of the model's
     configuration. conv_live_rows: which rows of a conv window with room for draft tokens count. conv_window_axis: which
@@ -85,7 +87,7 @@ def _check_layers(
         expected = tuple(layer for layer in layers if whole or min(held) <= layer <= max(held))
         if tuple(sorted(found)) != expected:
             raise ManifestError(
-                f"{kind} layers: the pools hold {_short(found)}, expected {_short(expected)}; is this "
+                f"{kind} layers: the pools hold {short(found)}, expected {short(expected)}; is this "
                 "the configuration of the model that is served?"
             )
 
@@ -100,12 +102,7 @@ def _draft(
     pool, layers = unwrap(draft_pool)
     if layers != model.draft_layers:
         raise ManifestError(
-            f"draft layers: the pool holds {_short(layers)}, expected {_short(model.draft_layers)}; only the MTP "
+            f"draft layers: the pool holds {short(layers)}, expected {short(model.draft_layers)}; only the MTP "
             "module that belongs to the checkpoint is described (--speculative-algorithm NEXTN)"
         )
     return attention_components(pool, layers, model.attention, coordinates, draft=True)
-
-
-def _short(layers: tuple[int, ...], limit: int = 12) -> str:
-    shown = ", ".join(str(layer) for layer in layers[:limit])
-    return (shown + (f", ... ({len(layers)})" if len(layers) > limit else "")) or "none"

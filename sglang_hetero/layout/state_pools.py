@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from sglang_hetero.errors import ManifestError
 
-from .component import AxisName, Component, Item, Role, Segment, Sharding, cut_size
+from .component import AxisName, Component, Item, Role, Segment, cut_size
 from .geometry import LinearAttention
 from .manifest import Coordinates
 from .strided import Registered, Tensor, check_complete, component_of, read
@@ -168,12 +168,12 @@ def window_axis_of(item: tuple[int, int], channels: int, live: int, hint: int | 
 
 
 def _ssm(pool: _StatePool, layers: Sequence[int], linear: LinearAttention, coordinates: Coordinates) -> Component:
-    heads = Segment("ssm", linear.ssm_heads, 1, Sharding.DIVIDED)
+    heads = linear.ssm_segments
     whole = read(pool.mamba_cache.temporal, "ssm").expect(
         "layer, slot, head, state row, state column",
         len(layers),
         pool.size + 1,
-        cut_size((heads,), coordinates.tp_size, coordinates.tp_rank, "linear attention"),
+        cut_size(heads, coordinates.tp_size, coordinates.tp_rank, "linear attention"),
         linear.ssm_rows,
         linear.ssm_columns,
     )
@@ -182,5 +182,5 @@ def _ssm(pool: _StatePool, layers: Sequence[int], linear: LinearAttention, coord
         Item.SLOT,
         dict(zip(layers, whole.unbind(), strict=True)),
         (AxisName.HEAD, AxisName.STATE_ROW, AxisName.STATE_COLUMN),
-        segments={AxisName.HEAD: (heads,)},
+        segments={AxisName.HEAD: heads},
     )

@@ -4,18 +4,11 @@ They have the geometry that the pools of a rank would have, densely packed, at m
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
-from .component import ITEMSIZE, Axis, AxisName, Component, Item, Role, Segment, Sharding
+from .component import ITEMSIZE, Axis, AxisName, Component, Item, Role, Segment
 from .geometry import HeadAttention, LatentAttention, ModelGeometry
 from .manifest import Coordinates, Manifest, Side
-
-
-class WindowOrder(Enum):
-    """Which axis of a conv slot is the outer one in memory."""
-
-    CHANNELS_FIRST = "channels_first"
-    WINDOW_FIRST = "window_first"
+from .window import ConvLayout
 
 
 @dataclass(frozen=True)
@@ -25,7 +18,7 @@ class PoolOptions:
     page_size: int = 128
     pages: int = 256
     slots: int = 16
-    window_order: WindowOrder = WindowOrder.CHANNELS_FIRST
+    conv_layout: ConvLayout = ConvLayout.CHANNELS_FIRST
     draft_rows: int = 0
     """Rows of a window-first slot beside the live K-1, which are the last ones."""
     kv_dtype: str = "bfloat16"
@@ -103,10 +96,7 @@ class _Builder:
             return
         attention, dtype = self.model.attention, self.options.kv_dtype
         if isinstance(attention, LatentAttention):
-            segments = (
-                Segment("latent", 1, attention.latent_width, Sharding.REPLICATED),
-                Segment("rope", 1, attention.rope_width, Sharding.REPLICATED),
-            )
+            segments = attention.latent_segments + attention.rope_segments
             sizes = [(AxisName.TOKEN, self.options.page_size), (AxisName.CHANNEL, self._size(segments))]
             axes = dense_axes(sizes, ITEMSIZE[dtype], {AxisName.CHANNEL: segments})
             self._add(Role.DRAFT_LATENT if draft else Role.TARGET_LATENT, Item.PAGE, dtype, layers, axes)
@@ -116,7 +106,7 @@ class _Builder:
             self._add(role, Item.PAGE, dtype, layers, self._head_axes(attention, width, ITEMSIZE[dtype]))
 
     def _head_axes(self, attention: HeadAttention, width: int, itemsize: int) -> tuple[Axis, ...]:
-        heads = (Segment("kv", attention.kv_heads, 1),)
+        heads = attention.segments
         sizes = [
             (AxisName.TOKEN, self.options.page_size),
             (AxisName.HEAD, self._size(heads)),
@@ -130,7 +120,7 @@ class _Builder:
             return
         conv, options = linear.conv_segments, self.options
         channels, itemsize = self._size(conv), ITEMSIZE[options.conv_dtype]
-        if options.window_order is WindowOrder.CHANNELS_FIRST:
+        if options.conv_layout is ConvLayout.CHANNELS_FIRST:
             window = Axis(AxisName.WINDOW, linear.live_window, itemsize)
             channel = Axis(AxisName.CHANNEL, channels, itemsize * linear.live_window, conv)
         else:
@@ -139,7 +129,7 @@ class _Builder:
             window = Axis(AxisName.WINDOW, rows, itemsize * channels, live=live)
             channel = Axis(AxisName.CHANNEL, channels, itemsize, conv)
         self._add(Role.CONV, Item.SLOT, options.conv_dtype, layers, (channel, window))
-        heads = (Segment("ssm", linear.ssm_heads, 1, Sharding.DIVIDED),)
+        heads = linear.ssm_segments
         sizes = [
             (AxisName.HEAD, self._size(heads)),
             (AxisName.STATE_ROW, linear.ssm_rows),

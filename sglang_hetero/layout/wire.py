@@ -1,5 +1,5 @@
-"""Manifests as bytes. Whatever arrives is untrusted: every way to be wrong ends in a ManifestError, or in the
-TopologyError of a TP size that cannot shard the heads."""
+"""Manifests as bytes. Whatever arrives is untrusted: bytes that are no sound manifest raise a ManifestError, or the
+TopologyError of a TP size that cannot shard the heads, and nothing else."""
 
 import msgspec
 
@@ -29,14 +29,14 @@ _DECODER = msgspec.msgpack.Decoder(_Envelope, strict=True)
 def encode(manifest: Manifest) -> bytes:
     """The manifest as bytes. Raises ManifestError if it is too large to be sent."""
     data = MAGIC + bytes([VERSION]) + _ENCODER.encode(_Envelope(manifest.fingerprint, manifest))
-    _check_size(data)
+    _check_size(len(data))
     return data
 
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:
     """The manifest in these bytes, checked. Raises ManifestError, or TopologyError for heads that cannot be sharded."""
+    _check_size(memoryview(data).nbytes)
     data = bytes(data)
-    _check_size(data)
     if data[: len(MAGIC)] != MAGIC:
         raise ManifestError(f"these {len(data)} bytes are no manifest: they do not begin with {MAGIC!r}")
     if len(data) < _HEADER or data[len(MAGIC)] != VERSION:
@@ -54,12 +54,12 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
     computed = envelope.manifest.fingerprint
     if envelope.layout != computed:
         raise ManifestError(
-            f"{envelope.manifest.label}: it calls its layout {envelope.layout[: len(computed)]}, this build computes "
+            f"{envelope.manifest.label}: it calls its layout {envelope.layout[: len(computed)]!r}, this build computes "
             f"{computed}; install the same version of sglang-hetero on both sides"
         )
     return envelope.manifest
 
 
-def _check_size(data: bytes) -> None:
-    if len(data) > limits.MAX_MANIFEST_BYTES:
-        raise ManifestError(f"a manifest of {len(data)} bytes is larger than {limits.MAX_MANIFEST_BYTES}")
+def _check_size(nbytes: int) -> None:
+    if nbytes > limits.MAX_MANIFEST_BYTES:
+        raise ManifestError(f"a manifest of {nbytes} bytes is larger than {limits.MAX_MANIFEST_BYTES}")

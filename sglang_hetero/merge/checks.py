@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import MergeError
 
 # The integer a value is moved as: a float copy may quieten a NaN or lose the sign of a zero, an integer copy may not.
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -22,10 +22,6 @@ _ITEM_AXIS = 1  # pages or slots
 
 # (source channel, destination channel, width)
 Block = tuple[int, int, int]
-
-
-class MergeError(HeteroError):
-    """The arguments of a merge contradict each other; nothing was written."""
 
 
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:

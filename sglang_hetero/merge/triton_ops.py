@@ -1,8 +1,9 @@
 """Launchers of the Triton kernel: the merge operations on an NPU or a GPU, and in Triton's interpreter.
 
 Each cuts its operation into rectangles `[layers, items, rows, columns]` with dense columns and starts one kernel for
-each of them, over all layers. Only views are made, nothing is allocated, and nothing waits for the device: kernels go
-to the current stream of the current device, which has to be that of the tensors.
+each of them, over all layers. Only views are made and, but for reorder_conv between two orders in memory, nothing is
+allocated. Nothing waits for the device: kernels go to the current stream of the current device, which has to be that of
+the tensors.
 
 Elements are moved as integers of 1, 2 or 4 bytes, so that no bit changes. The arguments are those that ops documents
 and checks demands; only what this file itself adds is checked here.
@@ -14,8 +15,9 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from sglang_hetero.errors import MergeError
 from sglang_hetero.merge import triton_kernels
-from sglang_hetero.merge.checks import Block, MergeError, bit_view
+from sglang_hetero.merge.checks import Block, bit_view
 
 # Size of a tile. A vector core of an Ascend 910B has 192 KiB of memory on chip, and the compiler doubles the tile's
 # buffer, so that one is read while the other is written: 64 KiB. Twice that would fit too, but leave little to what the
@@ -29,7 +31,7 @@ NUM_WARPS = 16
 PROGRAMS_PER_MULTIPROCESSOR = 4
 # On a CPU only the interpreter runs kernels: one program after the other, so two show that they share the work.
 INTERPRETER_PROGRAMS = 2
-MAX_TASKS = 2**31 - 1  # the kernel counts tiles in int32
+MAX_TASKS = 2**30  # the kernel counts tiles in int32, in steps of its programs
 
 
 def merge_kv(
@@ -46,9 +48,11 @@ def merge_kv(
     The last two axes of pool and shards are dense, the others have any stride (RuntimeError otherwise).
     programs: how many to start, by default what fills the device.
     """
-    for shard, offset in zip(shards, head_offsets, strict=True):
-        part = pool.narrow(3, offset, shard.shape[3])
-        _start(_matrix_rows(part), _matrix_rows(shard), pages, scatter=True, tokens=tokens, programs=programs)
+    parts = [
+        (_matrix_rows(pool.narrow(3, offset, shard.shape[3])), _matrix_rows(shard))
+        for shard, offset in zip(shards, head_offsets, strict=True)
+    ]
+    _start_all(parts, pages, tokens=tokens, programs=programs)
 
 
 def pack_kv(
@@ -65,7 +69,7 @@ def pack_kv(
     The last two axes of out and pool are dense; programs as in merge_kv.
     """
     part = pool.narrow(3, head_start, out.shape[3])
-    _start(_matrix_rows(out), _matrix_rows(part), pages, scatter=False, tokens=tokens, programs=programs)
+    _start_all([(_matrix_rows(out), _matrix_rows(part))], pages, scatter=False, tokens=tokens, programs=programs)
 
 
 def reorder_conv(
@@ -81,15 +85,17 @@ def reorder_conv(
     In memory either the channels or the window may be the dense axis, whatever the shape says. Where that of a shard is
     not that of the pool, there are no rows to move: torch's indexed assignment takes over, element by element.
     """
+    rectangles = []
     for shard, own in zip(shards, blocks, strict=True):
         for source, destination, width in own:
             part = pool.narrow(2, destination, width)
             block = shard.narrow(2, source, width)
-            rectangles = _conv_rectangles(part, block)
-            if rectangles is None:
+            found = _conv_rectangles(part, block)
+            if found is None:
                 bit_view(part)[:, slots] = bit_view(block)
             else:
-                _start(*rectangles, slots, scatter=True, programs=programs)
+                rectangles.append(found)
+    _start_all(rectangles, slots, programs=programs)
 
 
 def scatter_ssm(
@@ -106,9 +112,11 @@ def scatter_ssm(
     The last two axes of pool and shards are dense; programs as in merge_kv.
     """
     checkpoints = pool[:, ::checkpoint_stride]
-    for shard, offset in zip(shards, head_offsets, strict=True):
-        part = checkpoints.narrow(2, offset, shard.shape[2])
-        _start(_matrix_rows(part), _matrix_rows(shard), slots, scatter=True, programs=programs)
+    parts = [
+        (_matrix_rows(checkpoints.narrow(2, offset, shard.shape[2])), _matrix_rows(shard))
+        for shard, offset in zip(shards, head_offsets, strict=True)
+    ]
+    _start_all(parts, slots, programs=programs)
 
 
 def tile_shape(cols: int, itemsize: int) -> tuple[int, int]:
@@ -159,24 +167,32 @@ def _is_dense(view: torch.Tensor, axis: int) -> bool:
     return view.stride(axis) == 1 or view.shape[axis] == 1
 
 
-def _start(
-    dst: torch.Tensor,
-    src: torch.Tensor,
+def _start_all(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ids: torch.Tensor,
     *,
-    scatter: bool,
+    scatter: bool = True,
     tokens: int | None = None,
     programs: int | None = None,
 ) -> None:
-    """Start the kernel for `dst[:, ids[i]] = src[:, i]` (scatter) or `dst[:, i] = src[:, ids[i]]`.
+    """Start the kernel for `dst[:, ids[i]] = src[:, i]` (scatter) or `dst[:, i] = src[:, ids[i]]` of every (dst, src).
 
     dst, src: `[layers, items or places, rows, columns]` with dense columns; the side that ids do not index has exactly
         one item for each. tokens: rows over all items, those of the last item that are behind them are left out.
-    Raises MergeError where there are more tiles than the kernel can count.
+    Raises MergeError, before the first launch, where there are more tiles than the kernel can count.
     """
+    filled = [(dst, src) for dst, src in pairs if src.numel() and dst.numel()]
+    launches = [_launch(dst, src, scatter=scatter, tokens=tokens) for dst, src in filled]
+    for (dst, src), arguments in zip(filled, launches, strict=True):
+        grid = (min(programs or default_programs(dst.device), arguments["tasks"]),)
+        # An NPU has no warps, and says so in its log.
+        options = {"num_warps": NUM_WARPS} if dst.device.type == "cuda" else {}
+        triton_kernels.copy_blocks[grid](bit_view(dst), bit_view(src), ids, **arguments, **options)
+
+
+def _launch(dst: torch.Tensor, src: torch.Tensor, *, scatter: bool, tokens: int | None) -> dict[str, int]:
+    """The kernel's arguments for one pair but for its pointers. Raises MergeError for more tiles than it can count."""
     layers, items, rows, cols = (src if scatter else dst).shape
-    if 0 in (layers, items, rows, cols):
-        return
     last_rows = rows if tokens is None else tokens - (items - 1) * rows
     block_rows, block_cols = tile_shape(cols, dst.element_size())
     row_blocks = triton.cdiv(rows, block_rows)
@@ -185,27 +201,21 @@ def _start(
     tasks = layers * layer_blocks * col_blocks
     if tasks > MAX_TASKS:
         raise MergeError(f"{tasks} tiles in one launch, at most {MAX_TASKS} can be counted: copy fewer items at once")
-    grid = (min(programs or default_programs(dst.device), tasks),)
-    options = {"num_warps": NUM_WARPS} if dst.device.type == "cuda" else {}  # an NPU has none, and says so in its log
-    triton_kernels.copy_blocks[grid](
-        bit_view(dst),
-        bit_view(src),
-        ids,
-        tasks=tasks,
-        layer_blocks=layer_blocks,
-        row_blocks=row_blocks,
-        col_blocks=col_blocks,
-        rows=rows,
-        last_rows=last_rows,
-        last_item=items - 1,
-        cols=cols,
+    return {
+        "tasks": tasks,
+        "layer_blocks": layer_blocks,
+        "row_blocks": row_blocks,
+        "col_blocks": col_blocks,
+        "rows": rows,
+        "last_rows": last_rows,
+        "last_item": items - 1,
+        "cols": cols,
         **_strides("dst", dst),
         **_strides("src", src),
-        SCATTER=scatter,
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
-        **options,
-    )
+        "SCATTER": scatter,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLS": block_cols,
+    }
 
 
 def _strides(side: str, view: torch.Tensor) -> dict[str, int]:

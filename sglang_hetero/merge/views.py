@@ -5,8 +5,8 @@ All views are of integers as wide as the elements, so that whatever is moved thr
 
 import torch
 
-from sglang_hetero.errors import ManifestError
-from sglang_hetero.layout.component import AxisName, Component
+from sglang_hetero.errors import MergeError
+from sglang_hetero.layout.component import AxisName, Component, Item
 from sglang_hetero.reshard.share import Share
 
 from .checks import INTEGER
@@ -16,12 +16,11 @@ def item_view(memory: torch.Tensor, component: Component) -> torch.Tensor:
     """All items of one layer, [items, *axes as the component lists them], over its bytes.
 
     memory: uint8, one-dimensional, beginning at the layer's address; strides are the component's, not the memory's.
-    Raises ManifestError if the memory is too short or its address does not suit the dtype.
+    Raises MergeError if the memory is too short or its address does not suit the dtype.
     """
-    span = (component.items - 1) * component.item_stride + component.item_span
     strides = [component.item_stride, *(axis.stride for axis in component.axes)]
     sizes = [component.items, *(axis.size for axis in component.axes)]
-    return _view(memory, component.itemsize, sizes, strides, what=component.role, span=span)
+    return _view(memory, component.itemsize, sizes, strides, what=component.role, span=component.buffer_span)
 
 
 def live_view(items: torch.Tensor, component: Component) -> torch.Tensor:
@@ -45,17 +44,18 @@ def staged_view(area: torch.Tensor, share: Share, items: int) -> torch.Tensor:
     return _view(area, component.itemsize, sizes, strides, what=f"staged {share.role}", span=span)
 
 
-def cut_dimension(component: Component) -> int:
-    """Dimension of an item view along which tensor-parallel ranks share the item."""
-    return 1 + component.axes.index(component.cut_axis)
+def arranged(items: torch.Tensor, component: Component) -> torch.Tensor:
+    """An item view in the order that the operations take, whatever order the component lists its axes in.
 
-
-def paged_view(items: torch.Tensor, component: Component) -> torch.Tensor:
-    """An item view of a paged component as [items, token, cut axis, the rest]; the rest is 1 where nothing is left."""
-    token = 1 + [axis.name for axis in component.axes].index(AxisName.TOKEN)
-    cut = cut_dimension(component)
-    rest = [dimension for dimension in range(1, items.dim()) if dimension not in (token, cut)]
-    view = items.permute(0, token, cut, *rest)
+    [items, token, cut axis, the rest] for pages, where the rest is 1 if nothing is left; [items, cut axis, the rest]
+    for slots.
+    """
+    names = [axis.name for axis in component.axes]
+    first = [AxisName.TOKEN] if component.item is Item.PAGE else []
+    first.append(component.cut_axis.name)
+    leading = [1 + names.index(name) for name in first]
+    rest = [dimension for dimension in range(1, items.dim()) if dimension not in leading]
+    view = items.permute(0, *leading, *rest)
     return view if rest else view.unsqueeze(-1)
 
 
@@ -63,13 +63,11 @@ def _view(
     memory: torch.Tensor, itemsize: int, sizes: list[int], strides: list[int], *, what: str, span: int
 ) -> torch.Tensor:
     if memory.dtype is not torch.uint8 or memory.dim() != 1:
-        raise ManifestError(
-            f"{what}: memory must be a row of uint8, it is {memory.dtype} of shape {tuple(memory.shape)}"
-        )
+        raise MergeError(f"{what}: memory must be a row of uint8, it is {memory.dtype} of shape {tuple(memory.shape)}")
     if memory.numel() < span:
-        raise ManifestError(f"{what}: needs {span} bytes, the memory has {memory.numel()}")
-    if memory.data_ptr() % itemsize or any(stride % itemsize for stride in strides):
-        raise ManifestError(f"{what}: address and strides must be multiples of the element size {itemsize}")
+        raise MergeError(f"{what}: needs {span} bytes, the memory has {memory.numel()}")
+    if memory.data_ptr() % itemsize:
+        raise MergeError(f"{what}: the memory does not begin at a multiple of {itemsize}, the size of an element")
     elements = memory[: memory.numel() // itemsize * itemsize].view(INTEGER[itemsize])
     steps = [stride // itemsize for stride in strides]
     return elements.as_strided(sizes, steps, elements.storage_offset())

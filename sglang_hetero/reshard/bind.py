@@ -5,6 +5,7 @@ without gaps from the start of the source's area, page after page in the order o
 the source gathers them in that order first and sends the buffer.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,8 @@ def bind(
     pages: page ids at that source, enough for `tokens`; slot: its linear-state slot. chunks: runs of positions in
     `pages`, one after another from 0 to the end; one chunk if None. Raises BindError for what the pools do not have.
     """
+    if not 0 <= source < len(plan.sources):
+        raise BindError(f"source {source} does not exist: the plan has {len(plan.sources)} sources, counted from 0")
     shares = plan.of(source)
     page_size = plan.destination.page_size
     ids = _page_ids(pages, tokens, page_size)
@@ -126,6 +129,7 @@ def bind(
 
 def bind_pages(share: Share, layer: int, pages: Sequence[int] | Pages, tokens: int) -> Descriptors:
     """What moves `tokens` tokens that lie in `pages` (ids at the source) of one layer. Raises BindError."""
+    _check_share(share, Item.PAGE, layer)
     ids = _page_ids(pages, tokens, _page_size(share))
     _check_items(share.source_component, ids)
     return _pages_at_zero(share, ids, tokens).at(share.source_component.address(layer))
@@ -133,6 +137,7 @@ def bind_pages(share: Share, layer: int, pages: Sequence[int] | Pages, tokens: i
 
 def bind_slot(share: Share, layer: int, slot: int) -> Descriptors:
     """What moves one layer of a linear-state slot (its index at the source). Raises BindError."""
+    _check_share(share, Item.SLOT, layer)
     return _slot_at_zero(share, slot).at(share.source_component.address(layer))
 
 
@@ -144,8 +149,9 @@ def _of_layers(share: Share, descriptors: Descriptors, first_page: int, pages: i
 
 
 def _slot_at_zero(share: Share, slot: int) -> Descriptors:
-    ids = np.array([slot], dtype=np.int64)
-    _check_items(share.source_component, ids)
+    number = _integer(slot, "slot")
+    _check_range(share.source_component, number, number)
+    ids = np.array([number], dtype=np.int64)
     return _staged(_joined(_item_offsets(share.source_component, ids), share.runs, None))
 
 
@@ -189,10 +195,23 @@ def _page_ids(pages: Sequence[int] | Pages, tokens: int, page_size: int) -> Page
     ids = np.asarray(pages)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise BindError(f"pages must be a row of integers, they are {ids.dtype} of shape {ids.shape}")
+    tokens = _integer(tokens, "tokens")
     needed = -(-tokens // page_size)
     if tokens < 1 or len(ids) != needed:
         raise BindError(f"{tokens} tokens take {max(needed, 0)} pages of {page_size}, {len(ids)} were given")
     return ids.astype(np.int64)
+
+
+def _integer(value: int, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise BindError(f"{what} must be an integer, not {value!r}") from None
+
+
+def _check_share(share: Share, item: Item, layer: int) -> None:
+    if share.item is not item or layer not in share.layers:
+        raise BindError(f"the share of source {share.source} has no {item} of layer {layer}: it is {share.role}")
 
 
 def _check_chunks(chunks: Sequence[range], pages: int) -> None:
@@ -207,7 +226,10 @@ def _check_chunks(chunks: Sequence[range], pages: int) -> None:
 
 def _check_items(component: Component, ids: Pages) -> None:
     """Raise BindError unless every id is a page or slot of the pool other than SGLang's padding item 0."""
-    low, high = int(ids.min()), int(ids.max())
+    _check_range(component, int(ids.min()), int(ids.max()))
+
+
+def _check_range(component: Component, low: int, high: int) -> None:
     if low < 1 or high >= component.items:
         raise BindError(
             f"{component.role}: {component.item} {low if low < 1 else high} does not exist: ids go from 1 to "

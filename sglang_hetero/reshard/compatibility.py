@@ -4,12 +4,16 @@ Strides, the number of items and the order of axes in memory may differ, that is
 element is may not.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sglang_hetero.errors import LayoutMismatch, TopologyError
-from sglang_hetero.layout.component import PLAIN, Component, Item, Role, Sharding, describe_segments
+from sglang_hetero.layout.component import PLAIN, Component, Role, describe_segments, short
 from sglang_hetero.layout.manifest import Manifest, Side
+
+SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ def check_sources(sources: Sequence[Manifest], destination: Manifest) -> None:
             raise TopologyError(
                 f"{manifest.label} stands where a {side} rank is needed; a hand-over goes prefill to decode"
             )
+    if destination.coordinates.pp_size > 1:
+        raise TopologyError(
+            f"{destination.label} is one of several pipeline stages; start decode without --pp-size, only prefill may "
+            "have stages"
+        )
     first = sources[0]
     for source in sources:
         _check_peer(first, source)
@@ -76,21 +85,24 @@ def _check_peer(first: Manifest, source: Manifest) -> None:
 
 
 def _check_complete(sources: Sequence[Manifest]) -> None:
-    places = [(source.coordinates.pp_rank, source.coordinates.tp_rank) for source in sources]
-    twice = sorted({place for place in places if places.count(place) > 1})
-    if twice:
+    """Raise TopologyError unless every TP rank of every pipeline stage is there once."""
+    first = sources[0].coordinates
+    places = Counter((source.coordinates.pp_rank, source.coordinates.tp_rank) for source in sources)
+    (stage, rank), count = places.most_common(1)[0]
+    if count > 1:
         raise TopologyError(
-            f"two manifests of prefill stage {twice[0][0]}, TP rank {twice[0][1]} ({sources[0].host}): a rank that was "
+            f"{count} manifests of prefill stage {stage}, TP rank {rank} ({sources[0].host}): a rank that was "
             "restarted has a new incarnation; drop the old manifest"
         )
-    first = sources[0].coordinates
-    wanted = {(pp, tp) for pp in range(first.pp_size) for tp in range(first.tp_size)}
-    missing = sorted(wanted - set(places))
-    if missing:
-        listed = ", ".join(f"stage {pp} TP rank {tp}" for pp, tp in missing[:4]) + (", ..." if len(missing) > 4 else "")
+    ranks = first.pp_size * first.tp_size
+    if len(places) < ranks:
+        # One by one and only as many as are shown: the sizes are what a peer says.
+        wanted = ((pp, tp) for pp in range(first.pp_size) for tp in range(first.tp_size))
+        missing = islice((place for place in wanted if place not in places), SHOWN_RANKS)
+        listed = ", ".join(f"stage {pp} TP rank {tp}" for pp, tp in missing)
         raise TopologyError(
-            f"the prefill server at {sources[0].host} has {len(wanted)} ranks, no manifest of {listed}: wait until all "
-            "of them are registered"
+            f"the prefill server at {sources[0].host} has {ranks} ranks, {ranks - len(places)} manifests are missing: "
+            f"{listed}{', ...' if ranks - len(places) > SHOWN_RANKS else ''}; wait until all of them are registered"
         )
 
 
@@ -123,6 +135,20 @@ def check_component(source: Manifest, theirs: Component, destination: Manifest, 
         _check_opaque(source, theirs, destination, ours)
 
 
+def check_layers(sources: Sequence[Manifest], destination: Manifest, role: Role) -> None:
+    """Raise LayoutMismatch if prefill has layers of a role that decode does not have.
+
+    Those that only decode has have no writer, which the plan's proof finds.
+    """
+    ours = {layer for component in destination.of(role) for layer in component.layers}
+    theirs = {layer for source in sources for component in source.of(role) for layer in component.layers}
+    if theirs - ours:
+        raise LayoutMismatch(
+            f"{role}: {sources[0].label} and its peers have layers {short(sorted(theirs - ours))}, {destination.label} "
+            f"does not; {_SAME_MODEL}"
+        )
+
+
 _SAME_VERSION = "run the same SGLang and sglang-hetero on both sides"
 _SAME_MODEL = "start both with the same checkpoint"
 
@@ -147,13 +173,10 @@ def _meanings(theirs: Component, ours: Component) -> Iterable[tuple[str, str, ob
 
 
 def _check_opaque(source: Manifest, theirs: Component, destination: Manifest, ours: Component) -> None:
-    """Items whose bytes only a kernel understands are copied whole or not at all."""
-    sharded = any(segment.sharding is Sharding.BY_HEAD for segment in ours.cut_axis.segments)
-    for left, right in zip(theirs.axes, ours.axes, strict=True):
-        if (left.size, left.stride, left.live) != (right.size, right.stride, right.live):
-            sharded = True
-    if sharded or ours.item is not Item.PAGE or theirs.item_span != ours.item_span:
+    """Items whose bytes only a kernel understands are copied whole or not at all; see coverage.py for the blocks."""
+    shapes = [[(axis.size, axis.stride, axis.live_rows) for axis in component.axes] for component in (theirs, ours)]
+    if shapes[0] != shapes[1]:
         raise LayoutMismatch(
-            f"{ours.role}: {source.label} and {destination.label} keep it in encoding {ours.encoding}, which can only "
-            "be moved where both hold the same items; use the same TP size on both sides, or the plain cache layout"
+            f"{ours.role}: {source.label} and {destination.label} keep it in encoding {ours.encoding}, whose items can "
+            "only be moved whole, but theirs differ; use the same TP size on both sides, or the plain cache layout"
         )

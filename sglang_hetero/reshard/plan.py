@@ -12,7 +12,7 @@ from sglang_hetero.layout.component import Component, Role, Segment, Sharding
 from sglang_hetero.layout.manifest import Manifest, digest
 from sglang_hetero.layout.sharding import replica_count, shard_count, shard_interval
 
-from .compatibility import STRICT, Policy, check_component, check_roles, check_sources
+from .compatibility import STRICT, Policy, check_component, check_layers, check_roles, check_sources
 from .coverage import prove
 from .share import Block, Share
 
@@ -54,21 +54,29 @@ def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = ST
     check_sources(sources, destination)
     ordered = tuple(sorted(sources, key=lambda source: (source.coordinates.pp_rank, source.coordinates.tp_rank)))
     moving = check_roles(ordered, destination, policy)
+    for role in sorted(moving):
+        check_layers(ordered, destination, role)
     shares: list[Share] = []
     turn = 0
+    holders = {role: _holders_of_layers(ordered, role) for role in moving}
     for component in destination.components:
         if component.role in moving:
-            shares += _shares(ordered, destination, component, turn)
+            shares += _shares(ordered, destination, component, holders[component.role], turn)
             turn += len(component.layers)
     shares.sort(key=lambda share: share.source)  # stable: within a source in the order of the destination's manifest
     missing = destination.roles - moving
-    prove(destination, shares, missing)
+    prove(ordered, destination, shares, missing)
     return Plan(ordered, destination, tuple(shares), missing)
 
 
-def _shares(sources: tuple[Manifest, ...], destination: Manifest, ours: Component, first_turn: int) -> list[Share]:
+def _shares(
+    sources: tuple[Manifest, ...],
+    destination: Manifest,
+    ours: Component,
+    holders: dict[int, dict[int, int]],
+    first_turn: int,
+) -> list[Share]:
     """The shares that make up one component of the destination; its layers take turns from `first_turn` on."""
-    holders = _holders_of_layers(sources, ours.role)
     checked: set[tuple[int, int]] = set()
     layers_of: dict[tuple[int, int, tuple[Block, ...]], list[int]] = {}
     # Layers of one stage and one turn are cut in the same way: in a deep model nearly all are found here.

@@ -122,28 +122,46 @@ class Share:
 
     def tail_bytes(self, tokens: int) -> int:
         """Bytes of the contribution of a page of which only `tokens` are used."""
-        if not self.moves_tail_alone:
+        if not self.moves_tail_alone or tokens == self.source_component.axis(AxisName.TOKEN).size:
             return self.staged_bytes
         return tokens * self.token_bytes()
+
+    @property
+    def run_count(self) -> int:
+        """How many runs `runs` will have at most, without finding them."""
+        count, size = 1, self.source_component.itemsize
+        for axis in reversed(self.source_component.memory_order):
+            ranges = self._ranges(axis, None)
+            if count == 1 and size == axis.stride:
+                count, size = len(ranges), min(length for _, length in ranges) * size
+            else:
+                count *= sum(length for _, length in ranges)
+        return count
 
     def _runs(self, tokens: int | None) -> Runs:
         component = self.source_component
         runs = Runs(np.zeros(1, dtype=np.uint64), np.full(1, component.itemsize, dtype=np.uint64))
         for axis in reversed(component.memory_order):
-            starts = self._indices(axis, tokens) * np.uint64(axis.stride)
-            offsets = (starts[:, None] + runs.offsets[None, :]).reshape(-1)
-            runs = coalesce(offsets, np.tile(runs.sizes, len(starts)))
+            ranges, stride = self._ranges(axis, tokens), np.uint64(axis.stride)
+            if len(runs.sizes) == 1 and runs.sizes[0] == stride:
+                # What lies inside is dense: whole ranges are runs, no element needs to be looked at.
+                starts = np.array([first for first, _ in ranges], dtype=np.uint64) * stride
+                lengths = np.array([length for _, length in ranges], dtype=np.uint64) * stride
+                runs = coalesce(starts + runs.offsets[0], lengths)
+            else:
+                steps = [np.arange(first, first + length, dtype=np.uint64) for first, length in ranges]
+                starts = np.concatenate(steps) * stride
+                runs = coalesce((starts[:, None] + runs.offsets[None, :]).reshape(-1), np.tile(runs.sizes, len(starts)))
         return runs
 
-    def _indices(self, axis: Axis, tokens: int | None) -> Offsets:
-        """Which elements along an axis belong to the contribution, in order."""
+    def _ranges(self, axis: Axis, tokens: int | None) -> list[tuple[int, int]]:
+        """First and number of the elements along an axis that belong to the contribution, in order."""
         if axis.segments:
-            parts = [np.arange(block.source, block.source + block.size, dtype=np.uint64) for block in self.blocks]
-            return np.concatenate(parts)
+            return [(block.source, block.size) for block in self.blocks]
         first, count = axis.live_rows
         if axis.name is AxisName.TOKEN and tokens is not None:
             count = tokens
-        return np.arange(first, first + count, dtype=np.uint64)
+        return [(first, count)]
 
 
 def coalesce(offsets: Offsets, sizes: Offsets) -> Runs:

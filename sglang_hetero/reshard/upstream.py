@@ -18,7 +18,7 @@ from .plan import Plan
 class Upstream:
     """One stock sender's share of one request, and what is known to be wrong with it.
 
-    senders: prefill ranks that write to this decode rank, replicas included.
+    senders: prefill ranks that write heads to this decode rank, replicas included.
     """
 
     kv_descriptors: int
@@ -31,8 +31,8 @@ class Upstream:
 def upstream(plan: Plan, pages: Pages, chunks: list[range]) -> Upstream:
     """The stock path's figures for a request that lies in `pages` of the first source, sent in `chunks`."""
     source, destination = plan.sources[0], plan.destination
-    mine, theirs = source.coordinates.tp_size, destination.coordinates.tp_size
-    equal = mine == theirs
+    source_tp, destination_tp = source.coordinates.tp_size, destination.coordinates.tp_size
+    equal = source_tp == destination_tp
     kv = state = largest = 0
     runs = sum(len(item_runs(pages[chunk.start : chunk.stop])) for chunk in chunks)
     for component in source.components:
@@ -45,7 +45,9 @@ def upstream(plan: Plan, pages: Pages, chunks: list[range]) -> Upstream:
         else:
             kv += layers * len(pages) * source.page_size
             largest = max(largest, _token_bytes(component, destination))
-    return Upstream(kv, largest, state, 1 if equal else max(1, mine // theirs), tuple(_faults(source, destination, kv)))
+    return Upstream(
+        kv, largest, state, 1 if equal else max(1, source_tp // destination_tp), tuple(_faults(source, destination, kv))
+    )
 
 
 def _replicated(component: Component) -> bool:
@@ -69,12 +71,12 @@ _REFUSED_BATCH = 4096
 
 
 def _faults(source: Manifest, destination: Manifest, kv: int) -> list[str]:
-    mine, theirs = source.coordinates.tp_size, destination.coordinates.tp_size
-    if mine == theirs:
+    source_tp, destination_tp = source.coordinates.tp_size, destination.coordinates.tp_size
+    if source_tp == destination_tp:
         return []
     faults = []
-    if max(mine, theirs) % min(mine, theirs):
-        faults.append(f"TP {mine} to {theirs}: neither divides the other, the integer division of ranks is not checked")
+    if max(source_tp, destination_tp) % min(source_tp, destination_tp):
+        faults.append(f"TP {source_tp} to {destination_tp}: neither divides the other, which is not checked")
     for component in source.of(Role.CONV):
         window, channel = component.axis(AxisName.WINDOW), component.axis(AxisName.CHANNEL)
         if window.stride > channel.stride:

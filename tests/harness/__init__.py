@@ -3,7 +3,7 @@
 docs/harness.md shows how it works and how to write a case.
 """
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 from .compare import Difference
 from .errors import HarnessError, HarnessTimeout, RankDied

@@ -177,8 +177,9 @@ def _write(piece: Piece, here: Placement) -> torch.Tensor:
 
 def _memory(component: Component, layer: int) -> torch.Tensor:
     """The live bytes of a layer's buffer, found by nothing but its description."""
-    span = (component.items - 1) * component.item_stride + component.item_span
-    return torch.frombuffer((ctypes.c_uint8 * span).from_address(component.address(layer)), dtype=torch.uint8)
+    return torch.frombuffer(
+        (ctypes.c_uint8 * component.buffer_span).from_address(component.address(layer)), dtype=torch.uint8
+    )
 
 
 def _differences(rank: Pools, placements: Sequence[Placement]) -> list[Difference]:

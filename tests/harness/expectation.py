@@ -6,7 +6,7 @@ from enum import Enum
 
 import numpy as np
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 from . import oracle
 from .oracle import Bits, Component

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes per element of each dtype that a pool may be given."""

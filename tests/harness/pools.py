@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 from .expectation import PAGED, Buffer
 from .geometry import Geometry

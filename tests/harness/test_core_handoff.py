@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 from . import Geometry, Harness
 from .sides import Request

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 from . import Geometry, oracle
 from .oracle import Component

@@ -6,7 +6,7 @@ reads the row fails, and the row has to be deleted.
 
 from dataclasses import dataclass
 
-from sglang_hetero.cpu.layout import ConvLayout
+from sglang_hetero.layout.window import ConvLayout
 
 from .oracle import Component
 

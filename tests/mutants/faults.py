@@ -3,6 +3,7 @@
 from .workshop import Fault
 
 _SHARDING = "sglang_hetero/layout/sharding.py"
+_STATE_POOLS = "sglang_hetero/layout/state_pools.py"
 _COMPONENT = "sglang_hetero/layout/component.py"
 _MANIFEST = "sglang_hetero/layout/manifest.py"
 _WIRE = "sglang_hetero/layout/wire.py"
@@ -37,6 +38,25 @@ FAULTS = [
         "    if segment.sharding is Sharding.REPLICATED:\n        return [(range(segment.heads), range(tp))]\n",
         "",
     ),
+    # What a rank says of its own pools.
+    Fault(
+        "the live rows of a pool are the first ones",
+        _STATE_POOLS,
+        "first = spare if live_rows",
+        "first = 0 if live_rows",
+    ),
+    Fault(
+        "the window of a pool is taken for its channels",
+        _STATE_POOLS,
+        "order = (0, 1, 2) if axis == 1 else (0, 2, 1)",
+        "order = (0, 1, 2)",
+    ),
+    Fault(
+        "what is described is not compared with what upstream sends",
+        _STATE_POOLS,
+        "    check_complete(source, components, _POOL)\n",
+        "",
+    ),
     # What a plan says.
     Fault(
         "K and V are swapped",
@@ -64,16 +84,18 @@ FAULTS = [
         "size=max(1, last - first - 1) * segment.width",
     ),
     Fault("all replicas' work goes to the first one", _PLAN, "ranks[(turn + place.tp_rank) % len(ranks)]", "ranks[0]"),
-    Fault("the plan is not proved", _PLAN, "    prove(destination, shares, missing)\n", ""),
+    Fault("the plan is not proved", _PLAN, "    prove(ordered, destination, shares, missing)\n", ""),
     Fault(
         "the plan's fingerprint leaves out the blocks",
         _PLAN,
         "share.layers, share.blocks, share.staged_axes",
         "share.layers, share.staged_axes",
     ),
+    Fault("an opaque page is taken apart", _COVERAGE, "share.blocks != whole:", "False:"),
+    Fault("elements of another head pass", _COVERAGE, "        if read != written:", "        if False:"),
     Fault("gaps in the coverage pass", _COVERAGE, "if block.destination > end:", "if False:"),
     Fault("double writes pass", _COVERAGE, "if block.destination < end:", "if False:"),
-    Fault("the end of the axis is not looked at", _COVERAGE, "    if end != axis.size:", "    if end > axis.size:"),
+    Fault("the end of the axis is not looked at", _COVERAGE, "    if end < axis.size:", "    if False:"),
     Fault(
         "sizes decide, the order of axes does not",
         _COMPATIBILITY,
@@ -135,8 +157,8 @@ FAULTS = [
     Fault(
         "shards overlay each other",
         _ASSEMBLE,
-        "                offsets.append(block.destination)\n        whole",
-        "                offsets.append(0)\n        whole",
+        "                offsets.append(destination)\n",
+        "                offsets.append(0)\n",
     ),
     Fault("packing takes the first heads", _ASSEMBLE, "pool, pages, block.source, tokens)", "pool, pages, 0, tokens)"),
     Fault(

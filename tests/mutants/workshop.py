@@ -16,6 +16,8 @@ COPIED = ("sglang_hetero", "tests", "pyproject.toml")
 TESTS = ("tests/unit/reshard", "tests/unit/merge", "tests/unit/layout")
 # The compiler for Ascend takes longer, and the interpreter runs the same kernels.
 LEFT_OUT = ("--ignore-glob=*test_ascend_*",)
+PASSED, FAILED = 0, 1
+"""pytest's exit statuses; any other one says that tests did not run."""
 LIMIT_SECONDS = 900
 """A fault may make a loop endless; that is noticed, too."""
 
@@ -112,9 +114,13 @@ class Workshop:
             except BaseException:
                 os.killpg(child.pid, signal.SIGKILL)
                 raise
-        return Outcome(child.returncode == 0, _first(output, child.returncode))
+        if child.returncode not in (PASSED, FAILED):
+            raise RuntimeError(
+                f"pytest ended with status {child.returncode}, so it has tested nothing:\n{output[-2000:]}"
+            )
+        return Outcome(child.returncode == PASSED, _first(output))
 
 
-def _first(output: str, status: int) -> str:
+def _first(output: str) -> str:
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, flags=re.MULTILINE)
-    return found.group(1) if found else f"pytest ended with status {status}"
+    return found.group(1) if found else "no test"

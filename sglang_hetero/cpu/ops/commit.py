@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sglang_hetero.cpu.layout import ConvLayout, live_window
+from sglang_hetero.cpu.layout import live_window
+from sglang_hetero.layout.window import ConvLayout
 
 
 def scatter_state_with_mask(

@@ -4,8 +4,9 @@
 import torch
 import torch.nn.functional as F
 
-from sglang_hetero.cpu.layout import ConvLayout, live_window
+from sglang_hetero.cpu.layout import live_window
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 
 def _convolve(

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_hetero.cpu.layout import ConvLayout, live_window, pool_slot_shape
+from sglang_hetero.cpu.layout import live_window, pool_slot_shape
 from sglang_hetero.cpu.ops import commit, conv, delta_rule
+from sglang_hetero.layout.window import ConvLayout
 
 LAYERS, SLOTS, DIM, WINDOW, DRAFTS = 2, 6, 8, 3, 4
 H, HV, K, V = 1, 2, 2, 2  # q | k | v channels: 2*H*K + HV*V = DIM

@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from sglang_hetero.cpu.layout import ConvLayout, live_window, pool_slot_shape
+from sglang_hetero.cpu.layout import live_window, pool_slot_shape
 from sglang_hetero.cpu.ops import conv
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 DIM, KERNEL, SLOTS, DRAFTS = 6, 4, 7, 4
 WINDOW = KERNEL - 1

@@ -11,8 +11,9 @@ import torch
 
 from sglang_hetero.cpu import gaps
 from sglang_hetero.cpu.gaps import Gap, close_gaps
-from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, ConvLayout
+from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, ConvLayout, conv_layout_from_env, live_window, pool_slot_shape
+from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, conv_layout_from_env, live_window, pool_slot_shape
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import importlib
 import pytest
 import torch
 
-from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, ConvLayout
+from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.window import ConvLayout
 
 
 @pytest.fixture

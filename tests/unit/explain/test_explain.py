@@ -47,6 +47,8 @@ def test_a_long_prompt_of_qwen35_2b(capsys, scattered, kv, layout):
         assert not source["packed"]
     assert found["upstream"]["kv_descriptors"] == 261_632
     assert found["upstream"]["kv_descriptor_bytes"] == 512
+    assert found["upstream"]["state_descriptors"] == LINEAR_LAYERS * (3 + 1)  # q, k and v of conv each on its own
+    assert found["upstream"]["senders"] == 2
     assert any("conv" in fault for fault in found["upstream"]["faults"]) == (layout == "window_first")
 
 
@@ -72,6 +74,8 @@ def test_equal_sizes_need_no_staging(capsys):
     assert not any(route["staged"] for source in found["sources"] for route in source["to"])
     assert found["upstream"]["faults"] == []
     assert found["upstream"]["kv_descriptors"] == ENTRIES * CHUNKS
+    assert found["upstream"]["state_descriptors"] == 2 * LINEAR_LAYERS
+    assert found["upstream"]["senders"] == 1
     found = explain(capsys, *QWEN35_2B, *p_d(2, 1))
     assert all(route["staged"] for source in found["sources"] for route in source["to"])
 
@@ -136,8 +140,12 @@ def test_the_table_names_every_rank_and_what_it_sends(capsys):
         (["--model", "tiny", "--tokens", str(1 << 40), *p_d(1, 1)], "more than"),
         (["--model", "tiny", "--tokens", "9", *p_d(1, 1000)], "more than"),
         (["--model", "tiny", "--tokens", "9", "--mtp", "-1", *p_d(1, 1)], "0 or more"),
+        (["--model", "tiny", "--tokens", "9", "--page", str(1 << 40), *p_d(1, 1)], "more than"),
+        (["--model", "tiny", "--tokens", "100000", "--chunk", "1", *p_d(1, 1)], "chunks"),
+        (["--model", "tiny", "--tokens", "9", "--prefill-pp", "9", *p_d(1, 1)], "only 8 layers"),
+        (["--model", "tiny", "--tokens", "9", *p_d(8, 1)], "cannot be divided"),
     ],
-    ids=["prefill-tp", "decode-tp", "model", "tokens", "tp", "mtp"],
+    ids=["prefill-tp", "decode-tp", "model", "tokens", "tp", "mtp", "page", "chunks", "stages", "linear-heads"],
 )
 def test_wrong_questions_end_in_one_line(capsys, arguments, message):
     assert message in fails(capsys, *arguments)

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV, ConvLayout
+from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
 from sglang_hetero.launcher import command, topology
 from sglang_hetero.launcher.command import Endpoint
 from sglang_hetero.launcher.options import DType, Options, Router
+from sglang_hetero.layout.window import ConvLayout
 
 ENDPOINT = Endpoint("127.0.0.1", 20000, 20001, bootstrap_port=20002, dist_port=20010)
 

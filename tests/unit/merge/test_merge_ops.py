@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from sglang_hetero import merge
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import HeteroError, MergeError
 from sglang_hetero.merge import ops
-from sglang_hetero.merge.checks import MergeError
 
 OPERATIONS = ["merge_kv", "pack_kv", "reorder_conv", "scatter_ssm"]
 

@@ -15,8 +15,9 @@ import triton
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from sglang_hetero.errors import MergeError
 from sglang_hetero.merge import naive, triton_kernels, triton_ops
-from sglang_hetero.merge.checks import MergeError, bit_view
+from sglang_hetero.merge.checks import bit_view
 
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 POISON = 0xFF

@@ -28,6 +28,18 @@ def test_a_fault_that_no_longer_fits_is_an_error() -> None:
         Fault("twice", "a.py", "x", "y").check("x x")
 
 
+def test_a_fault_is_in_the_copy_while_the_tests_run_and_mended_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[0]
+    seen = []
+    with Workshop() as workshop:
+        path = workshop.root / fault.file
+        right = path.read_text()
+        monkeypatch.setattr(workshop, "run", lambda: seen.append(path.read_text()))
+        workshop.with_fault(fault)
+        assert seen == [right.replace(fault.right, fault.wrong)]
+        assert path.read_text() == right
+
+
 def test_the_copy_is_gone_afterwards_and_the_checkout_untouched() -> None:
     fault = FAULTS[0]
     before = (ROOT / fault.file).read_text()
