@@ -277,6 +277,13 @@ class Component(Struct, frozen=True):
                 self.encoding != PLAIN or self._is_outermost(AxisName.TOKEN),
                 f"{where}: tokens must be the outermost axis of a page in memory, so that a part of it can be moved",
             )
+        dense = self.itemsize
+        for axis in self.axes:
+            dense *= axis.size
+        _require(
+            self.encoding == PLAIN or dense == self.item_span,
+            f"{where}: items in encoding {self.encoding} must have no gaps, {dense} bytes lie over {self.item_span}",
+        )
         inner, span = "an element", self.itemsize
         for axis in reversed(self.memory_order):
             _require(

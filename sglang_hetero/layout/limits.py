@@ -4,8 +4,9 @@ They keep the work that a hostile or broken peer can cause small. Arithmetic on 
 what becomes a numpy array has been checked to lie in the address space first.
 """
 
-MAX_MANIFEST_BYTES = 4 << 20
-"""A manifest of 1,024 layers with all roles takes about 100 KB."""
+MAX_MANIFEST_BYTES = 512 << 10
+"""A manifest of 1,024 layers with all roles takes about 100 KB. What fits in here is decoded in a fraction of a second,
+which matters because decoding holds the interpreter's lock."""
 MAX_NAME = 256
 """Characters in a name, a fingerprint or an incarnation."""
 MAX_LAYERS = 4096

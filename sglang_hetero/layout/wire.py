@@ -13,6 +13,8 @@ MAGIC = b"SGHM"
 VERSION = 1
 """Raised with every change of a struct's fields or of what one of them means."""
 _HEADER = len(MAGIC) + 1
+MAX_REASON = 300
+"""Characters of msgspec's reason that a message shows."""
 
 
 class _Envelope(Struct, frozen=True):
@@ -50,7 +52,8 @@ def decode(data: bytes | bytearray | memoryview) -> Manifest:
     except HeteroError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError, OverflowError) as error:
-        raise ManifestError(f"the peer's manifest cannot be read: {error}") from None
+        # msgspec repeats a wrong value in its message, however long.
+        raise ManifestError(f"the peer's manifest cannot be read: {ascii(str(error))[:MAX_REASON]}") from None
     computed = envelope.manifest.fingerprint
     if envelope.layout != computed:
         raise ManifestError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from sglang_hetero.errors import LayoutMismatch, TopologyError
-from sglang_hetero.layout.component import PLAIN, Component, Role, describe_segments, short
+from sglang_hetero.layout.component import PLAIN, Component, Role, Segment, describe_segments, short
 from sglang_hetero.layout.manifest import Manifest, Side
 
 SHOWN_RANKS = 4
@@ -129,7 +129,8 @@ def check_component(source: Manifest, theirs: Component, destination: Manifest, 
     for what, remedy, left, right in _meanings(theirs, ours):
         if left != right:
             raise LayoutMismatch(
-                f"{ours.role}: {source.label} has {what} {left}, {destination.label} {right}; {remedy}"
+                f"{ours.role}: {source.label} has {what} {_in_words(left)}, {destination.label} {_in_words(right)}; "
+                f"{remedy}"
             )
     if PLAIN not in (theirs.encoding, ours.encoding):
         _check_opaque(source, theirs, destination, ours)
@@ -153,21 +154,22 @@ _SAME_VERSION = "run the same SGLang and sglang-hetero on both sides"
 _SAME_MODEL = "start both with the same checkpoint"
 
 
-def _meanings(theirs: Component, ours: Component) -> Iterable[tuple[str, str, object, object]]:
+_Value = str | int | tuple[Segment, ...]
+
+
+def _in_words(value: _Value) -> str:
+    return (", ".join(describe_segments(value)) or "none") if isinstance(value, tuple) else str(value)
+
+
+def _meanings(theirs: Component, ours: Component) -> Iterable[tuple[str, str, _Value, _Value]]:
     """What has to be equal: name, remedy, value on the source, value on the destination."""
-    yield "items of kind", _SAME_VERSION, str(theirs.item), str(ours.item)
     remedy = "start both with the same cache dtypes (--kv-cache-dtype, --mamba-ssm-dtype, SGLANG_MAMBA_CONV_DTYPE)"
     yield "dtype", remedy, theirs.dtype, ours.dtype
     yield "encoding", "run both on the same kind of device and attention backend", theirs.encoding, ours.encoding
     # Sizes may well be equal where the order is not: a state of 4 x 4 read the wrong way round is plausible nonsense.
     yield "axes", _SAME_VERSION, ", ".join(a.name for a in theirs.axes), ", ".join(a.name for a in ours.axes)
     for left, right in zip(theirs.axes, ours.axes, strict=True):
-        yield (
-            f"axis {left.name} with segments",
-            _SAME_MODEL,
-            ", ".join(describe_segments(left.segments)) or "none",
-            ", ".join(describe_segments(right.segments)) or "none",
-        )
+        yield f"axis {left.name} with segments", _SAME_MODEL, left.segments, right.segments
         if not left.segments and not right.segments:
             yield f"live size of axis {left.name}", _SAME_MODEL, left.live_rows[1], right.live_rows[1]
 

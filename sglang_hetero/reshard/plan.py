@@ -84,7 +84,7 @@ def _shares(
     period = _period(ours, sources[0].coordinates.tp_size)
     for turn, layer in enumerate(ours.layers, first_turn):
         stage = _stage(sources, destination, ours.role, layer, holders.get(layer, {}))
-        for held in stage.items() - checked:
+        for held in sorted(stage.items() - checked):
             number, position = held
             check_component(sources[number], sources[number].components[position], destination, ours)
             checked.add(held)
@@ -196,4 +196,13 @@ def _joined(blocks: list[Block]) -> tuple[Block, ...]:
 
 def _identity(share: Share) -> object:
     """What two sides have to agree on about a share."""
-    return (share.source, share.role, share.layers, share.blocks, share.staged_axes, share.source_component.encoding)
+    component = share.source_component
+    return (
+        share.source,
+        share.role,
+        component.dtype,
+        component.encoding,
+        share.layers,
+        share.blocks,
+        share.staged_axes,
+    )
