@@ -1,6 +1,7 @@
 """Describe: what the bytes of every cache component mean. No torch, no SGLang, no sockets in here."""
 
-from .component import Axis, AxisName, Component, Item, Role, Segment, Sharding
+from .axes import Axis, AxisName, Segment, Sharding
+from .component import Component, Item, Role
 from .manifest import Coordinates, Manifest, Side
 
 __all__ = [

@@ -7,7 +7,7 @@ field that is missing, no sensible number, or contradicts another.
 
 from collections.abc import Callable
 
-from .component import Segment, Sharding
+from .axes import Segment, Sharding
 from .config_fields import Fields, Nested
 from .geometry import HeadAttention, LatentAttention, LinearAttention, ModelGeometry
 

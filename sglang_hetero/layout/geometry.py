@@ -5,7 +5,7 @@ Plain data. layout/config.py reads it from a checkpoint's configuration.
 
 from dataclasses import dataclass
 
-from .component import Segment, Sharding
+from .axes import Segment, Sharding
 
 
 @dataclass(frozen=True)

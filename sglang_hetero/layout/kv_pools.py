@@ -9,7 +9,8 @@ from typing import Protocol, cast
 
 from sglang_hetero.errors import ManifestError
 
-from .component import ITEMSIZE, PLAIN, AxisName, Component, Item, Role, cut_size
+from .axes import AxisName, cut_size
+from .component import ITEMSIZE, PLAIN, Component, Item, Role
 from .geometry import HeadAttention, LatentAttention
 from .known_pools import MHA, MLA, NPU_MHA, NPU_MLA, KVPool, check_plain
 from .manifest import Coordinates

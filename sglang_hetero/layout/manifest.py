@@ -8,7 +8,9 @@ import msgspec
 from sglang_hetero.errors import ManifestError, TopologyError
 
 from . import limits
-from .component import AxisName, Component, Item, Role, Struct, check_name
+from .axes import AxisName
+from .checks import Struct, check_name
+from .component import Component, Item, Role
 
 
 class Side(StrEnum):

@@ -5,7 +5,8 @@ Nothing here imports torch or SGLang: pools and tensors are read by the few attr
 
 from sglang_hetero.errors import ManifestError, TopologyError
 
-from .component import Component, short
+from .checks import short
+from .component import Component
 from .geometry import ModelGeometry
 from .known_pools import unwrap
 from .kv_pools import attention_components

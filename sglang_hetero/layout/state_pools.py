@@ -12,7 +12,8 @@ from typing import Protocol, cast
 
 from sglang_hetero.errors import ManifestError
 
-from .component import AxisName, Component, Item, Role, Segment, cut_size
+from .axes import AxisName, Segment, cut_size
+from .component import Component, Item, Role
 from .geometry import LinearAttention
 from .manifest import Coordinates
 from .strided import Registered, Tensor, check_complete, component_of, read

@@ -10,7 +10,8 @@ from typing import Protocol, Self
 
 from sglang_hetero.errors import ManifestError
 
-from .component import PLAIN, Axis, AxisName, Component, Item, Role, Segment
+from .axes import Axis, AxisName, Segment
+from .component import PLAIN, Component, Item, Role
 
 
 class Storage(Protocol):

@@ -5,7 +5,8 @@ They have the geometry that the pools of a rank would have, densely packed, at m
 
 from dataclasses import dataclass
 
-from .component import ITEMSIZE, Axis, AxisName, Component, Item, Role, Segment
+from .axes import Axis, AxisName, Segment
+from .component import ITEMSIZE, Component, Item, Role
 from .geometry import HeadAttention, LatentAttention, ModelGeometry
 from .manifest import Coordinates, Manifest, Side
 from .window import ConvLayout

@@ -6,7 +6,7 @@ import msgspec
 from sglang_hetero.errors import HeteroError, ManifestError
 
 from . import limits
-from .component import Struct
+from .checks import Struct
 from .manifest import Manifest
 
 MAGIC = b"SGHM"

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from sglang_hetero.errors import MergeError
-from sglang_hetero.layout.component import AxisName, Role
+from sglang_hetero.layout.axes import AxisName
+from sglang_hetero.layout.component import Role
 from sglang_hetero.reshard.plan import Plan
 from sglang_hetero.reshard.share import Share
 

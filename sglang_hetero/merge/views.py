@@ -6,7 +6,8 @@ All views are of integers as wide as the elements, so that whatever is moved thr
 import torch
 
 from sglang_hetero.errors import MergeError
-from sglang_hetero.layout.component import AxisName, Component, Item
+from sglang_hetero.layout.axes import AxisName
+from sglang_hetero.layout.component import Component, Item
 from sglang_hetero.reshard.share import Share
 
 from .checks import INTEGER

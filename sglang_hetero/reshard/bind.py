@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_hetero.errors import BindError
-from sglang_hetero.layout.component import AxisName, Component, Item
+from sglang_hetero.layout.axes import AxisName
+from sglang_hetero.layout.component import Component, Item
 
 from .plan import Plan
 from .share import Offsets, Runs, Share, coalesce

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from sglang_hetero.errors import LayoutMismatch, TopologyError
-from sglang_hetero.layout.component import PLAIN, Component, Role, Segment, describe_segments, short
+from sglang_hetero.layout.axes import Segment, describe_segments
+from sglang_hetero.layout.checks import short
+from sglang_hetero.layout.component import PLAIN, Component, Role
 from sglang_hetero.layout.manifest import Manifest, Side
 
 SHOWN_RANKS = 4

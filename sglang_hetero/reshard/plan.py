@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_hetero.errors import CoverageError
-from sglang_hetero.layout.component import Component, Role, Segment, Sharding
+from sglang_hetero.layout.axes import Segment, Sharding
+from sglang_hetero.layout.component import Component, Role
 from sglang_hetero.layout.manifest import Manifest, digest
 from sglang_hetero.layout.sharding import replica_count, shard_count, shard_interval
 

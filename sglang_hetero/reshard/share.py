@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from sglang_hetero.layout.component import PLAIN, Axis, AxisName, Component, Item, Role
+from sglang_hetero.layout.axes import Axis, AxisName
+from sglang_hetero.layout.component import PLAIN, Component, Item, Role
 
 Offsets = npt.NDArray[np.uint64]
 """Addresses, offsets or sizes in bytes."""

@@ -7,7 +7,8 @@ entry for attention KV, one per conv segment for the state; with equal sizes one
 
 from dataclasses import dataclass
 
-from sglang_hetero.layout.component import AxisName, Component, Item, Role, Sharding
+from sglang_hetero.layout.axes import AxisName, Sharding
+from sglang_hetero.layout.component import Component, Item, Role
 from sglang_hetero.layout.manifest import Manifest
 
 from .bind import Pages, item_runs

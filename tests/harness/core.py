@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_hetero.layout.component import Component, Item, Role, Segment, Sharding
+from sglang_hetero.layout.axes import Segment, Sharding
+from sglang_hetero.layout.component import Component, Item, Role
 from sglang_hetero.layout.geometry import HeadAttention, LinearAttention, ModelGeometry
 from sglang_hetero.layout.manifest import Coordinates, Manifest
 from sglang_hetero.layout.manifest import Side as ManifestSide

@@ -4,6 +4,7 @@ from .workshop import Fault
 
 _SHARDING = "sglang_hetero/layout/sharding.py"
 _STATE_POOLS = "sglang_hetero/layout/state_pools.py"
+_AXES = "sglang_hetero/layout/axes.py"
 _COMPONENT = "sglang_hetero/layout/component.py"
 _MANIFEST = "sglang_hetero/layout/manifest.py"
 _WIRE = "sglang_hetero/layout/wire.py"
@@ -88,8 +89,8 @@ FAULTS = [
     Fault(
         "the plan's fingerprint leaves out the blocks",
         _PLAN,
-        "share.layers, share.blocks, share.staged_axes",
-        "share.layers, share.staged_axes",
+        "        share.blocks,\n",
+        "",
     ),
     Fault("an opaque page is taken apart", _COVERAGE, "share.blocks != whole:", "False:"),
     Fault("elements of another head pass", _COVERAGE, "        if read != written:", "        if False:"),
@@ -112,7 +113,7 @@ FAULTS = [
     Fault("a side without state passes", _COMPATIBILITY, "        if vital:", "        if False:"),
     Fault(
         "the live rows are the first ones",
-        _COMPONENT,
+        _AXES,
         "return self.live if self.live is not None else (0, self.size)",
         "return (0, self.live[1]) if self.live is not None else (0, self.size)",
     ),

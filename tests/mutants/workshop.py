@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("sglang_hetero", "tests", "pyproject.toml")
+COPIED = ("sglang_hetero", "bench_serving", "tests", "pyproject.toml")
 TESTS = ("tests/unit/reshard", "tests/unit/merge", "tests/unit/layout")
 # The compiler for Ascend takes longer, and the interpreter runs the same kernels.
 LEFT_OUT = ("--ignore-glob=*test_ascend_*",)

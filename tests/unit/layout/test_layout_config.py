@@ -17,12 +17,8 @@ from sglang_hetero.layout import Segment, Sharding, Side
 from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
 from sglang_hetero.layout.geometry import HeadAttention, LatentAttention, LinearAttention, ModelGeometry
 from sglang_hetero.layout.pools import describe
+from tests.unit.layout.described import divided
 from tests.unit.layout.live_pools import SLOTS, coordinates, kv_pool, mamba_pool, platform
-
-
-def divided(name: str, heads: int, width: int) -> Segment:
-    return Segment(name, heads, width, Sharding.DIVIDED)
-
 
 TP_SIZES = (1, 2, 4)
 Config = dict[str, Any]
