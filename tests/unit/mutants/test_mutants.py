@@ -34,7 +34,7 @@ def test_a_fault_is_in_the_copy_while_the_tests_run_and_mended_then(monkeypatch:
     with Workshop() as workshop:
         path = workshop.root / fault.file
         right = path.read_text()
-        monkeypatch.setattr(workshop, "run", lambda: seen.append(path.read_text()))
+        monkeypatch.setattr(workshop, "run", lambda *_groups: seen.append(path.read_text()))
         workshop.with_fault(fault)
         assert seen == [right.replace(fault.right, fault.wrong)]
         assert path.read_text() == right

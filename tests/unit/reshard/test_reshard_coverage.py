@@ -4,7 +4,19 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_hetero.errors import CoverageError
-from sglang_hetero.layout import AxisName, Role
+from sglang_hetero.layout import (
+    Axis,
+    AxisName,
+    Component,
+    Coordinates,
+    Item,
+    Manifest,
+    Role,
+    Segment,
+    Sharding,
+    Side,
+)
+from sglang_hetero.layout.component import PLAIN
 from sglang_hetero.reshard import Block, Share, plan
 from sglang_hetero.reshard.coverage import prove
 from tests.reshard_oracle import model as m
@@ -103,3 +115,29 @@ def test_coverage_rejects_millions_of_runs():
     source = replace(manifest(model=(m.ssm(8, 2, 3, (0,)),)), components=(gappy,))
     with pytest.raises(CoverageError, match="an item would be moved in 2097152 runs of bytes, at most 1048576"):
         plan([source], to)
+
+
+@pytest.mark.parametrize("encoding", ["plain", "packed"])
+def test_opaque_items_of_one_shape_are_not_taken_apart(encoding):
+    """Half of the channels is each rank's own, half is on both; of layer 1 that would come from the other rank."""
+    segments = (Segment("own", 2, 4, Sharding.DIVIDED), Segment("common", 1, 4, Sharding.REPLICATED))
+
+    def rank(side, number):
+        axes = (Axis(AxisName.TOKEN, 4, 16), Axis(AxisName.CHANNEL, 8, 2, segments))
+        latent = Component(Role.TARGET_LATENT, Item.PAGE, "bfloat16", (0, 1), axes, 8, 64, (0, 4096), encoding=encoding)
+        return Manifest(
+            side=side,
+            host="a-host",
+            coordinates=Coordinates(tp_rank=number, tp_size=2),
+            page_size=4,
+            model="m",
+            incarnation="1",
+            components=(latent,),
+        )
+
+    sources = [rank(Side.PREFILL, number) for number in (0, 1)]
+    if encoding == PLAIN:
+        assert [share.source for share in plan(sources, rank(Side.DECODE, 0)).shares] == [0, 0, 1]
+        return
+    with pytest.raises(CoverageError, match=r"encoding packed can only be moved whole.*same TP size"):
+        plan(sources, rank(Side.DECODE, 0))
