@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_hetero import models
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.checks import shorten
 from sglang_hetero.models.config import model_config
 
 CONFIG_FILE = "config.json"
@@ -15,18 +16,19 @@ def read(model: str) -> dict[str, Any]:
     """The content of that model's config.json. Raises HeteroError with the remedy if there is none to be read."""
     if model in models.names():
         return model_config(models.spec(model))
+    shown = shorten(model)
     path = Path(model)
-    if path.is_dir():
-        path /= CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        if path.is_dir():
+            path /= CONFIG_FILE
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise HeteroError(
-            f"--model {model!r}: no seeded model has this name and there is no {path}; give one of "
+            f"--model {shown}: no seeded model has this name and there is no such file or folder; give one of "
             f"{', '.join(models.names())}, a checkpoint's folder, or its {CONFIG_FILE}"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise HeteroError(f"--model {model!r}: {path} cannot be read as JSON: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise HeteroError(f"--model {shown} cannot be read as JSON: {shorten(str(error))}") from None
     if not isinstance(config, dict):
-        raise HeteroError(f"--model {model!r}: {path} holds {type(config).__name__}, a configuration is an object")
+        raise HeteroError(f"--model {shown} holds {type(config).__name__}, a configuration is an object")
     return config

@@ -21,6 +21,8 @@ from . import checkpoint, table
 MAX_TOKENS = 1 << 24
 """Sixteen million: beyond every context length, and still bound in seconds in chunks of the default size."""
 MAX_CHUNKS = 1 << 12
+MAX_PAGES = 1 << 17
+MAX_MTP = 64
 MAX_TP = 128
 SLOT = 1
 
@@ -153,8 +155,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise HeteroError(
             f"--tokens {arguments.tokens} in chunks of --chunk {arguments.chunk}: more than {MAX_CHUNKS} chunks"
         )
-    if arguments.mtp < 0:
-        raise HeteroError(f"--mtp {arguments.mtp}: a depth is 0 or more")
+    if -(-arguments.tokens // arguments.page) > MAX_PAGES:
+        raise HeteroError(
+            f"--tokens {arguments.tokens} in pages of --page {arguments.page}: more than {MAX_PAGES} pages"
+        )
+    if not 0 <= arguments.mtp <= MAX_MTP:
+        raise HeteroError(f"--mtp {arguments.mtp}: a depth is 0 or more, at most {MAX_MTP}")
 
 
 def _count(text: str) -> int:

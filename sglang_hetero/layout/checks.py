@@ -21,6 +21,12 @@ def check_name(value: str, what: str) -> None:
         raise ManifestError(f"{what} is {value!r}, with characters that cannot be printed")
 
 
+def shorten(value: object, limit: int = 80) -> str:
+    """Any value from outside, printable and of bounded length, for messages."""
+    shown = ascii(value)
+    return shown if len(shown) <= limit else f"{shown[:limit]}... ({len(shown)} characters)"
+
+
 def short(values: Sequence[int], limit: int = 12) -> str:
     """The first few numbers of a long row, for messages."""
     shown = ", ".join(str(value) for value in values[:limit])

@@ -7,6 +7,7 @@ and so are the rows of the conv window that hold something.
 """
 
 from enum import StrEnum
+from itertools import pairwise
 
 from . import limits
 from .axes import Axis, AxisName, cut_size, describe_segments
@@ -104,7 +105,7 @@ class Component(Struct, frozen=True):
         within(len(self.layers), 1, limits.MAX_LAYERS, f"{where}: number of layers")
         require(
             all(0 <= layer <= limits.MAX_ELEMENTS for layer in self.layers)
-            and all(a < b for a, b in zip(self.layers, self.layers[1:], strict=False)),
+            and all(a < b for a, b in pairwise(self.layers)),
             f"{where}: layer ids must increase from 0 or more, they are {short(self.layers)}",
         )
         require(
@@ -117,7 +118,6 @@ class Component(Struct, frozen=True):
         self._check_addresses(where)
 
     def _check_addresses(self, where: str) -> None:
-        require(len(set(self.addresses)) == len(self.addresses), f"{where}: two layers lie at one address")
         for address in self.addresses:
             require(
                 address >= 0 and address + self.buffer_span <= limits.ADDRESS_SPACE,
@@ -127,6 +127,15 @@ class Component(Struct, frozen=True):
         for what, stride in (("items", self.item_stride), *((f"axis {axis.name}", axis.stride) for axis in self.axes)):
             require(
                 stride % self.itemsize == 0, f"{where}: the stride of {what}, {stride} bytes, suits no {self.dtype}"
+            )
+        ordered = sorted(self.addresses)
+        for before, after in pairwise(ordered):
+            # Apart, or interleaved: in the gaps between each other's items, as where one page holds all layers.
+            step = (after - before) % self.item_stride
+            apart = after - before >= self.buffer_span
+            require(
+                apart or min(step, self.item_stride - step) >= self.item_span,
+                f"{where}: the buffers of two layers, at {before:#x} and {after:#x}, overlap",
             )
 
     def _check_axes(self, where: str) -> None:

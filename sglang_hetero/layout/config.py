@@ -45,6 +45,22 @@ _MEANING = (
     "ssm_in_multiplier",
     "ssm_multipliers",
     "mamba_ssm_dtype",
+    "attention_bias",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "use_sliding_window",
+    "sliding_window",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "num_shared_experts",
+    "n_shared_experts",
+    "use_grouped_topk",
+    "time_step_limit",
+    "use_conv_bias",
+    "residual_in_fp32",
+    "mamba_norm_before_gate",
+    "mamba_rms_norm",
+    "mamba_conv_bias",
 )
 """Fields that change what a cached number means without changing a shape. Left out: whatever SGLang rewrites for a TP
 size (padded intermediate sizes) and how the weights are stored, which may differ between prefill and decode."""
@@ -79,20 +95,35 @@ def config_fingerprint(config: object) -> str:
     of config only: an object has defaults filled in that a config.json leaves out. Raises like geometry_from_config.
     """
     fields = Fields(config)
+    try:
+        return _fingerprint(config, fields)
+    except RecursionError:
+        raise fields.error("is nested too deeply", "a config.json is a few levels deep") from None
+
+
+_KV_SCALES = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Fields of quantization_config: with these the checkpoint has scales for 8-bit keys and values, without them 1.0."""
+
+
+def _fingerprint(config: object, fields: Fields) -> str:
+    quantization = fields.value("quantization_config", outer=True)
+    scales = {name: _plain(value) for name in _KV_SCALES if (value := Fields(quantization).value(name)) is not None}
     meaning = {name: _plain(value) for name in _MEANING if (value := fields.value(name)) is not None}
     dtype = _plain(fields.value("dtype", "torch_dtype", outer=True))  # transformers 5 renamed the field
     architecture = _plain(fields.value("architectures", outer=True))
-    return digest((fields.family, architecture, dtype, geometry_from_config(config), meaning))
+    return digest((fields.family, architecture, dtype, geometry_from_config(config), meaning, scales))
 
 
 def _plain(value: object) -> object:
     """The value in a form with one spelling: whole floats as integers, dtypes and whatever else by name."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(_plain(str(key))): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float):
         return int(value) if value.is_integer() else repr(value)
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | int):
         return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()  # JSON may hold half of a surrogate pair
     return str(value).removeprefix("torch.")

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from sglang_hetero.errors import ManifestError
 
 from . import limits
+from .checks import shorten
 
+_SHOWN = 80
+"""Characters of a family's name that a message shows."""
 _REMEDY = "use the unmodified config.json that belongs to the checkpoint"
 
 
@@ -39,7 +42,9 @@ class Fields:
             raise self.error(f"has no {' or '.join(names)}")
         # bool is an int in Python, and True heads are nonsense.
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limits.MAX_ELEMENTS:
-            raise self.error(f"has {names[0]} = {value!r}, it must be a whole number from 1 to {limits.MAX_ELEMENTS}")
+            raise self.error(
+                f"has {names[0]} = {shorten(value)}, it must be a whole number from 1 to {limits.MAX_ELEMENTS}"
+            )
         return value
 
     def layer_count(self) -> int:
@@ -55,14 +60,18 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
-            raise self.error(f"has {name} = {value!r}, it must be a list of names")
+            raise self.error(f"has {name} = {shorten(value)}, it must be a list of names")
         if len(value) > limits.MAX_LAYERS:
             raise self.error(f"has {len(value)} entries in {name}, at most {limits.MAX_LAYERS} are supported")
         return tuple(value)
 
+    def _label(self) -> str:
+        """The family in a message, as it is or, where somebody else's text cannot be shown, quoted and cut."""
+        return self.family if self.family.isprintable() and len(self.family) <= _SHOWN else shorten(self.family)
+
     def error(self, fault: str, remedy: str = _REMEDY) -> ManifestError:
         """What to raise for this configuration: `fault` completes "the configuration"."""
-        return ManifestError(f"{self.family}: the model's configuration {fault}; {remedy}")
+        return ManifestError(f"{self._label()}: the model's configuration {fault}; {remedy}")
 
 
 class Nested(Fields):
@@ -77,7 +86,7 @@ class Nested(Fields):
 
     def error(self, fault: str, remedy: str = _REMEDY) -> ManifestError:
         """Like Fields.error, for the nested mapping."""
-        return ManifestError(f"{self.family}: {self._name} in the model's configuration {fault}; {remedy}")
+        return ManifestError(f"{self._label()}: {self._name} in the model's configuration {fault}; {remedy}")
 
     def layer_numbers(self, name: str) -> frozenset[int] | None:
         """A list of layer numbers counted from 1, None if absent. Raises ManifestError for anything else."""
@@ -85,7 +94,7 @@ class Nested(Fields):
         if value is None:
             return None
         if not isinstance(value, list | tuple) or not all(type(number) is int for number in value):
-            raise self.error(f"has {name} = {value!r}, it must be a list of layer numbers")
+            raise self.error(f"has {name} = {shorten(value)}, it must be a list of layer numbers")
         return frozenset(value)
 
 

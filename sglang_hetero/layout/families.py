@@ -8,6 +8,7 @@ field that is missing, no sensible number, or contradicts another.
 from collections.abc import Callable
 
 from .axes import Segment, Sharding
+from .checks import shorten
 from .config_fields import Fields, Nested
 from .geometry import HeadAttention, LatentAttention, LinearAttention, ModelGeometry
 
@@ -113,7 +114,9 @@ def _nemotron_blocks(fields: Fields, list_name: str, pattern_name: str) -> tuple
     if pattern is not None:
         unknown = set(pattern) - set(_NEMOTRON_BLOCKS) if isinstance(pattern, str) else {pattern_name}
         if unknown:
-            raise fields.error(f"has {pattern_name} = {pattern!r}, its letters must be {' '.join(_NEMOTRON_BLOCKS)}")
+            raise fields.error(
+                f"has {pattern_name} = {shorten(pattern)}, its letters must be {' '.join(_NEMOTRON_BLOCKS)}"
+            )
         spelled = tuple(_NEMOTRON_BLOCKS[letter] for letter in str(pattern))
         if listed is not None and listed != spelled:
             raise fields.error(f"contradicts itself: {list_name} and {pattern_name} name different blocks")
@@ -243,7 +246,7 @@ def _draft_layers(fields: Fields, default: int = 0) -> tuple[int, ...]:
     depths = [fields.value(name, outer=True) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
     for depth in depths:
         if depth is not None and (type(depth) is not int or depth < 0):
-            raise fields.error(f"has {depth!r} as its number of MTP layers, it must be a whole number from 0")
+            raise fields.error(f"has {shorten(depth)} as its number of MTP layers, it must be a whole number from 0")
     depth = max((depth for depth in depths if isinstance(depth, int)), default=default)
     return (MTP_LAYER,) if depth else ()
 

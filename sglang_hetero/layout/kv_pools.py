@@ -87,6 +87,7 @@ def _head_pages(pool: KVPool, view: Strided, heads: int, width: int) -> Strided:
         rows = view.expect("token row, head, channel", None, heads, width)
     elif getattr(pool, "use_fia", False):
         rows = view.expect("token row, 1, head, channel", None, 1, heads, width).without(1)
+        return rows.pages(pool.page_size, _pages(pool) * pool.page_size)
     else:
         return view.expect("page, token, head, channel", _pages(pool), pool.page_size, heads, width)
     return rows.pages(pool.page_size, _rows(pool, rows))

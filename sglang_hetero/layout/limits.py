@@ -20,5 +20,6 @@ MAX_ELEMENTS = 1 << 32
 MAX_BYTES = 1 << 56
 """Strides and spans."""
 MAX_RUNS = 1 << 20
-"""Runs of bytes in which a source may hold its part of one item; a page of 128 tokens, cut by head, has 128."""
+"""Runs of bytes in which a source may hold its part of one item of all layers; a page of 128 tokens, cut by head, has
+128 per layer."""
 ADDRESS_SPACE = 1 << 64

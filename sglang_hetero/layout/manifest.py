@@ -74,9 +74,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
                 f"{self.label}: {len(self.components)} components, must be 1 to {limits.MAX_COMPONENTS}"
             )
         seen: set[tuple[Role, int]] = set()
+        owners: dict[int, Component] = {}
         for component in self.components:
             try:
                 self._check(component, seen)
+                if owners.setdefault(component.addresses[0], component) is not component:
+                    raise ManifestError(f"{component.role} lies where {owners[component.addresses[0]].role} lies")
             except (ManifestError, TopologyError) as error:
                 raise type(error)(f"{self.label}: {error}") from None
 

@@ -37,6 +37,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview) -> Manifest:
     """The manifest in these bytes, checked. Raises ManifestError, or TopologyError for heads that cannot be sharded."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ManifestError(f"a manifest comes as bytes, not as {type(data).__name__}")
     _check_size(memoryview(data).nbytes)
     data = bytes(data)
     if data[: len(MAGIC)] != MAGIC:

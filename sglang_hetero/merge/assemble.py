@@ -4,13 +4,14 @@ The plan says which elements; the operations of merge/ops.py move them. Which op
 its axes, not from the name of its role.
 """
 
+import operator
 from collections.abc import Mapping
 
 import torch
 
 from sglang_hetero.errors import MergeError
 from sglang_hetero.layout.axes import AxisName
-from sglang_hetero.layout.component import Role
+from sglang_hetero.layout.component import Item, Role
 from sglang_hetero.reshard.plan import Plan
 from sglang_hetero.reshard.share import Share
 
@@ -50,8 +51,10 @@ class Assembler:
         that it wrote, uint8, one-dimensional, with room for whole pages. Raises MergeError if an area is missing or too
         small.
         """
-        shares = self._of(role, layer)
+        shares = self._of(role, layer, Item.PAGE)
         component = shares[0].destination_component
+        _check_ids(pages)
+        tokens = _live_tokens(tokens, len(pages), component.axis(AxisName.TOKEN).size)
         shards: list[torch.Tensor] = []
         offsets: list[int] = []
         for share in shares:
@@ -67,8 +70,11 @@ class Assembler:
 
         areas: as in merge_pages, with room for one slot.
         """
-        shares = self._of(role, layer)
+        shares = self._of(role, layer, Item.SLOT)
         component = shares[0].destination_component
+        _check_ids(slots)
+        if len(slots) != 1:
+            raise MergeError(f"{role}: a request has one slot, {len(slots)} were given")
         staged = [
             arranged(staged_view(_area(areas, share, layer), share, len(slots)), component).unsqueeze(0)
             for share in shares
@@ -82,11 +88,13 @@ class Assembler:
         offsets = [destination for _, (_, destination, _) in pairs]
         ops.scatter_ssm(self._pools[role, layer], shards, slots, offsets)
 
-    def _of(self, role: Role, layer: int) -> list[Share]:
-        try:
-            return self._shares[role, layer]
-        except KeyError:
-            raise MergeError(f"layer {layer} of {role} is not in the plan, so there is nothing to merge") from None
+    def _of(self, role: Role, layer: int, item: Item | None = None) -> list[Share]:
+        shares = self._shares.get((role, layer))
+        if shares is None:
+            raise MergeError(f"layer {layer} of {role} is not in the plan, so there is nothing to merge")
+        if item is not None and shares[0].item is not item:
+            raise MergeError(f"{role} lies in {shares[0].item}s, not in {item}s")
+        return shares
 
 
 def pack_pages(share: Share, memory: torch.Tensor, pages: torch.Tensor, tokens: int, buffer: torch.Tensor) -> None:
@@ -98,6 +106,8 @@ def pack_pages(share: Share, memory: torch.Tensor, pages: torch.Tensor, tokens: 
     if not share.packed:
         raise MergeError(f"{share.role}: what source {share.source} sends lies in one run, there is nothing to pack")
     component = share.source_component
+    _check_ids(pages)
+    tokens = _live_tokens(tokens, len(pages), component.axis(AxisName.TOKEN).size)
     pool = arranged(item_view(memory, component), component).unsqueeze(0)
     out = arranged(staged_view(buffer, share, len(pages)), share.destination_component).unsqueeze(0)
     for block, start in zip(share.blocks, share.staged_starts, strict=True):
@@ -111,10 +121,30 @@ def _moves(share: Share) -> list[tuple[int, int, int]]:
     ]
 
 
+def _check_ids(ids: torch.Tensor) -> None:
+    """Raise MergeError unless these are ids of items; 0 is SGLang's padding. On a device values are not looked at."""
+    if not isinstance(ids, torch.Tensor) or ids.dtype is not torch.int64 or ids.dim() != 1 or not len(ids):
+        found = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise MergeError(f"ids of pages and slots must be a row of int64, they are {found}")
+    if ids.device.type == "cpu" and int(ids.min()) < 1:
+        raise MergeError(f"item {int(ids.min())} is no request's: ids go from 1, 0 is padding")
+
+
+def _live_tokens(tokens: int, pages: int, page_size: int) -> int:
+    """`tokens`, if they end in the last of so many pages. Raises MergeError."""
+    try:
+        number = operator.index(tokens)
+    except TypeError:
+        raise MergeError(f"tokens must be an integer, not {tokens!r}") from None
+    if not (pages - 1) * page_size < number <= pages * page_size:
+        raise MergeError(f"{number} tokens do not end in the last of {pages} pages of {page_size}")
+    return number
+
+
 def _area(areas: Mapping[int, torch.Tensor], share: Share, layer: int) -> torch.Tensor:
     try:
         return areas[share.source]
-    except KeyError:
+    except LookupError:
         raise MergeError(
             f"layer {layer} of {share.role}: nothing has arrived from source {share.source}; a piece is merged when "
             "all of its sources have written"

@@ -45,7 +45,7 @@ def merge_kv(
 ) -> None:
     """Copy shards of pages into the pages: see ops.merge_kv. One launch for each shard.
 
-    The last two axes of pool and shards are dense, the others have any stride (RuntimeError otherwise).
+    The last two axes of pool and shards are dense, the others have any stride (MergeError otherwise).
     programs: how many to start, by default what fills the device.
     """
     parts = [
@@ -146,9 +146,17 @@ def default_programs(device: torch.device) -> int:
 def _matrix_rows(tensor: torch.Tensor) -> torch.Tensor:
     """`[layers, items, rows, a, b]` as `[layers, items, rows, a * b]`: rows are tokens of a page or heads of a state.
 
-    Raises RuntimeError where that needs a copy.
+    Raises MergeError where those columns are not dense.
     """
-    return tensor.view(*tensor.shape[:3], tensor.shape[3] * tensor.shape[4])
+    dense = tensor.stride(4) == 1 or tensor.shape[4] == 1
+    if not dense or (tensor.shape[3] > 1 and tensor.stride(3) != tensor.shape[4]):
+        raise MergeError(
+            f"the kernel copies rows of dense elements, but the last two axes of {list(tensor.shape)} have strides "
+            f"{list(tensor.stride()[3:])}; only the path for the CPU moves such caches"
+        )
+    return tensor.as_strided(
+        (*tensor.shape[:3], tensor.shape[3] * tensor.shape[4]), (*tensor.stride()[:3], 1), tensor.storage_offset()
+    )
 
 
 def _conv_rectangles(part: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -63,11 +63,16 @@ def arranged(items: torch.Tensor, component: Component) -> torch.Tensor:
 def _view(
     memory: torch.Tensor, itemsize: int, sizes: list[int], strides: list[int], *, what: str, span: int
 ) -> torch.Tensor:
-    if memory.dtype is not torch.uint8 or memory.dim() != 1:
-        raise MergeError(f"{what}: memory must be a row of uint8, it is {memory.dtype} of shape {tuple(memory.shape)}")
+    if not isinstance(memory, torch.Tensor):
+        raise MergeError(f"{what}: memory must be a tensor, it is {type(memory).__name__}")
+    if memory.dtype is not torch.uint8 or memory.dim() != 1 or memory.stride(0) != 1:
+        raise MergeError(
+            f"{what}: memory must be a row of uint8 without gaps, it is {memory.dtype} of shape {tuple(memory.shape)} "
+            f"with strides {memory.stride()}"
+        )
     if memory.numel() < span:
         raise MergeError(f"{what}: needs {span} bytes, the memory has {memory.numel()}")
-    if memory.data_ptr() % itemsize:
+    if memory.data_ptr() % itemsize or memory.storage_offset() % itemsize:
         raise MergeError(f"{what}: the memory does not begin at a multiple of {itemsize}, the size of an element")
     elements = memory[: memory.numel() // itemsize * itemsize].view(INTEGER[itemsize])
     steps = [stride // itemsize for stride in strides]

@@ -106,12 +106,14 @@ def bind(
     pages: page ids at that source, enough for `tokens`; slot: its linear-state slot. chunks: runs of positions in
     `pages`, one after another from 0 to the end; one chunk if None. Raises BindError for what the pools do not have.
     """
+    source = _integer(source, "source")
     if not 0 <= source < len(plan.sources):
         raise BindError(f"source {source} does not exist: the plan has {len(plan.sources)} sources, counted from 0")
+    slot = _integer(slot, "slot")
     shares = plan.of(source)
     page_size = plan.destination.page_size
     ids = _page_ids(pages, tokens, page_size)
-    ranges = [range(len(ids))] if chunks is None else list(chunks)
+    ranges = [range(len(ids))] if chunks is None else chunks
     _check_chunks(ranges, len(ids))
     paged = [share for share in shares if share.item is Item.PAGE]
     for share in paged:
@@ -193,13 +195,20 @@ def _page_size(share: Share) -> int:
 
 
 def _page_ids(pages: Sequence[int] | Pages, tokens: int, page_size: int) -> Pages:
-    ids = np.asarray(pages)
+    try:
+        ids = np.asarray(pages)
+    except ValueError:
+        raise BindError("pages must be a row of integers") from None
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise BindError(f"pages must be a row of integers, they are {ids.dtype} of shape {ids.shape}")
     tokens = _integer(tokens, "tokens")
     needed = -(-tokens // page_size)
     if tokens < 1 or len(ids) != needed:
         raise BindError(f"{tokens} tokens take {max(needed, 0)} pages of {page_size}, {len(ids)} were given")
+    ordered = np.sort(ids)
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise BindError(f"page {ordered[twice[0]]} is given twice: a request's pages are its own")
     return ids.astype(np.int64)
 
 
@@ -216,9 +225,11 @@ def _check_share(share: Share, item: Item, layer: int) -> None:
 
 
 def _check_chunks(chunks: Sequence[range], pages: int) -> None:
+    if not isinstance(chunks, Sequence):
+        raise BindError(f"chunks must be a row of ranges, not {chunks!r}")
     position = 0
     for chunk in chunks:
-        if chunk.step != 1 or chunk.start != position or chunk.stop <= chunk.start:
+        if not isinstance(chunk, range) or chunk.step != 1 or chunk.start != position or chunk.stop <= chunk.start:
             raise BindError(f"chunks must follow each other from page 0, but {chunk} comes at page {position}")
         position = chunk.stop
     if position != pages:

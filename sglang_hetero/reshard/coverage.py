@@ -63,8 +63,11 @@ def _prove_share(source: Manifest, destination: Manifest, share: Share) -> None:
             f"{where}: items in encoding {theirs.encoding} can only be moved whole, from a rank that has all of them; "
             "use the same TP size on both sides, or the plain cache layout"
         )
-    if share.run_count > MAX_RUNS:
-        raise CoverageError(f"{where}: an item would be moved in {share.run_count} runs of bytes, at most {MAX_RUNS}")
+    runs = share.run_count * len(share.layers)
+    if runs > MAX_RUNS:
+        raise CoverageError(
+            f"{where}: an item of all layers would be moved in {runs} runs of bytes, at most {MAX_RUNS}"
+        )
 
 
 def _stretches(owner: Manifest, component: Component, first: int, size: int) -> Iterator[_Stretch]:

@@ -52,6 +52,7 @@ def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = ST
     Raises TopologyError for ranks that do not belong together, LayoutMismatch where the two sides do not mean the same,
     CoverageError where an element would get no writer or two.
     """
+    sources = tuple(sources)
     check_sources(sources, destination)
     ordered = tuple(sorted(sources, key=lambda source: (source.coordinates.pp_rank, source.coordinates.tp_rank)))
     moving = check_roles(ordered, destination, policy)

@@ -144,17 +144,74 @@ def test_the_table_names_every_rank_and_what_it_sends(capsys):
         (["--model", "tiny", "--tokens", "100000", "--chunk", "1", *p_d(1, 1)], "chunks"),
         (["--model", "tiny", "--tokens", "9", "--prefill-pp", "9", *p_d(1, 1)], "only 8 layers"),
         (["--model", "tiny", "--tokens", "9", *p_d(8, 1)], "cannot be divided"),
+        (["--model", "tiny", "--tokens", "1000000", "--page", "1", *p_d(1, 1)], "pages"),
+        (["--model", "tiny", "--tokens", "9", "--mtp", "1000", *p_d(1, 1)], "at most"),
+        (["--model", "x" * 5000, "--tokens", "9", *p_d(1, 1)], "5002 characters"),
     ],
-    ids=["prefill-tp", "decode-tp", "model", "tokens", "tp", "mtp", "page", "chunks", "stages", "linear-heads"],
+    ids=[
+        "prefill-tp",
+        "decode-tp",
+        "model",
+        "tokens",
+        "tp",
+        "mtp",
+        "page",
+        "chunks",
+        "stages",
+        "linear-heads",
+        "pages",
+        "depth",
+        "name",
+    ],
 )
 def test_wrong_questions_end_in_one_line(capsys, arguments, message):
     assert message in fails(capsys, *arguments)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000, '{"model_type": "bert"}', "{}", "\udce4"])
+HOSTILE = [
+    "",
+    "[]",
+    "{",
+    "[" * 100_000,
+    '{"model_type": "bert"}',
+    "{}",
+    "\udce4",
+    '{"model_type": ' + "9" * 5000 + "}",
+    '{"model_type": "' + "x" * 1_000_000 + '"}',
+    '{"model_type": "\\u001b[31mred\\nline"}',
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_file_that_is_no_configuration(capsys, tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    fails(capsys, "--model", str(tmp_path), "--tokens", "9", *p_d(1, 1))
+    line = fails(capsys, "--model", str(tmp_path), "--tokens", "9", *p_d(1, 1))
+    assert line.isprintable()
+    assert len(line) < 1000
+
+
+@pytest.mark.parametrize(
+    ("field", "content"),
+    [("rope_scaling", {"\ud800": "\ud800"}), ("architectures", ["\ud800"])],
+    ids=["key-and-value", "architecture"],
+)
+def test_half_a_surrogate_pair_is_no_harm(capsys, tmp_path, field, content):
+    from sglang_hetero import models
+    from sglang_hetero.models.config import model_config
+
+    (tmp_path / "config.json").write_text(json.dumps(model_config(models.spec("tiny")) | {field: content}))
+    assert explain(capsys, "--model", str(tmp_path), "--tokens", "9", *p_d(1, 1))["pages"] == 1
+
+
+def test_a_configuration_nested_too_deeply(capsys, tmp_path):
+    from sglang_hetero import models
+    from sglang_hetero.models.config import model_config
+
+    deep: Any = 1
+    for _ in range(900):
+        deep = [deep]
+    (tmp_path / "config.json").write_text(json.dumps(model_config(models.spec("tiny")) | {"rope_scaling": deep}))
+    assert "nested too deeply" in fails(capsys, "--model", str(tmp_path), "--tokens", "9", *p_d(1, 1))
 
 
 @pytest.mark.parametrize("option", ["--prefill-tp", "--decode-tp", "--tokens", "--page", "--chunk", "--prefill-pp"])

@@ -328,3 +328,20 @@ def test_the_interpreter_stays_in_its_copy():
     assert isinstance(triton_kernels.copy_blocks, JITFunction)
     assert not triton.knobs.runtime.interpret
     assert Path(interpreted_kernels().__file__) == Path(triton_kernels.__file__)
+
+
+@pytest.mark.parametrize("side", ["pool", "shard"])
+@pytest.mark.parametrize(
+    ("heads", "step"),
+    [(1, (1, 2)), (2, (1, 2)), (2, (3, 1))],
+    ids=["channels-of-one-head-apart", "channels-apart", "heads-apart"],
+)
+def test_columns_with_gaps_are_refused(heads, step, side):
+    """An evenly strided pair of axes can be viewed as one axis, but not as one of dense elements."""
+    plain = (torch.zeros(1, 3, 2, heads, 4, dtype=torch.int16), torch.ones(1, 1, 2, heads, 4, dtype=torch.int16))
+    wide = [torch.zeros(*x.shape[:3], heads * step[0], 4 * step[1], dtype=torch.int16) for x in plain]
+    apart = [x[:, :, :, :: step[0], :: step[1]] for x in wide]
+    pool, shard = (apart[0], plain[1]) if side == "pool" else (plain[0], apart[1])
+    with pytest.raises(MergeError, match="rows of dense elements"):
+        triton_ops.merge_kv(pool, [shard], torch.tensor([1]), [0])
+    assert not pool.any()

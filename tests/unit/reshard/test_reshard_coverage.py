@@ -113,7 +113,7 @@ def test_coverage_rejects_millions_of_runs():
         stride *= sizes[name]
     gappy = replace(part, axes=tuple(reversed(axes)), item_stride=stride, items=1)
     source = replace(manifest(model=(m.ssm(8, 2, 3, (0,)),)), components=(gappy,))
-    with pytest.raises(CoverageError, match="an item would be moved in 2097152 runs of bytes, at most 1048576"):
+    with pytest.raises(CoverageError, match="of all layers would be moved in 2097152 runs of bytes, at most 1048576"):
         plan([source], to)
 
 

@@ -92,7 +92,7 @@ def token_inside():
         (lambda: key_axis(AxisName.HEAD, stride=4), ["axis head has a stride of 4 bytes", "takes 6"]),
         (lambda: key_axis(AxisName.CHANNEL, stride=1), ["axis channel has a stride of 1 bytes", "an element takes 2"]),
         (lambda: key(axes=key().axes[:2]), ["its axes are token, head, must be channel, head, token"]),
-        (lambda: key(addresses=(64, 64)), ["two layers lie at one address"]),
+        (lambda: key(addresses=(64, 64)), ["the buffers of two layers, at 0x40 and 0x40, overlap"]),
         (lambda: key(addresses=(64, 65)), ["address 0x41 suits no bfloat16"]),
         (lambda: key(item_stride=49), ["the stride of items, 49 bytes, suits no bfloat16"]),
         (

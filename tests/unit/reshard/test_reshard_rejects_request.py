@@ -52,6 +52,13 @@ def test_the_request_is_good_before_it_is_broken():
         ({"chunks": [range(1, 2)]}, r"chunks must follow each other from page 0, but range\(1, 2\) comes at page 0"),
         ({"chunks": [range(2), range(1, 2)]}, r"range\(1, 2\) comes at page 2"),
         ({"chunks": [range(1), range(1, 1), range(1, 2)]}, r"range\(1, 1\) comes at page 1"),
+        ({"pages": [1, 1]}, "page 1 is given twice"),
+        ({"pages": [[1], [1, 2]]}, "pages must be a row of integers"),
+        ({"slot": None}, "slot must be an integer, not None"),
+        ({"slot": 1.5}, "slot must be an integer, not 1.5"),
+        ({"tokens": 3.0}, "tokens must be an integer, not 3.0"),
+        ({"chunks": 2}, "chunks must be a row of ranges, not 2"),
+        ({"chunks": [(0, 2)]}, r"\(0, 2\) comes at page 0"),
         ({"chunks": [range(0, 2, 2)]}, r"range\(0, 2, 2\) comes at page 0"),
     ],
 )
@@ -60,7 +67,7 @@ def test_rejects_request(changes, message):
         bind(PLAN, 0, **(GOOD | changes))
 
 
-@pytest.mark.parametrize("source", [-1, 2])
+@pytest.mark.parametrize("source", [-1, 2, 1.5, None, "0"])
 def test_rejects_source_that_the_plan_does_not_have(source):
     """An empty binding would look like a source that has nothing to send."""
     with pytest.raises(BindError, match=str(source)):
@@ -114,6 +121,45 @@ def test_merge_needs_what_every_source_sent():
         assert (untouched == allocation).all()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"pages": torch.tensor([0])}, "item 0 is no request's"),
+        ({"pages": [1]}, "ids of pages and slots must be a row of int64, they are list"),
+        ({"pages": torch.tensor(1)}, "ids of pages and slots must be a row of int64"),
+        ({"pages": torch.tensor([], dtype=torch.int64)}, "ids of pages and slots must be a row of int64"),
+        ({"tokens": 1.0}, "tokens must be an integer, not 1.0"),
+        ({"tokens": None}, "tokens must be an integer, not None"),
+        ({"area": None}, "memory must be a tensor, it is NoneType"),
+        ({"area": torch.zeros(2000, dtype=torch.uint8)[::2]}, "without gaps"),
+        ({"area": torch.zeros(1, dtype=torch.uint8).expand(1000)}, "without gaps"),
+        ({"role": Role.SSM, "layer": 0}, "ssm lies in slots, not in pages"),
+        ({"layer": 0}, "layer 0 of target_key is not in the plan"),
+    ],
+)
+def test_pages_are_merged_only_where_all_is_right(wrong, message):
+    rank, pools = memory()
+    before = [allocation.copy() for _, allocation in rank.allocations]
+    area = wrong.get("area", torch.zeros(1000, dtype=torch.uint8))
+    call = {"role": Role.TARGET_KEY, "layer": 1, "pages": torch.tensor([1]), "tokens": 2} | wrong
+    call.pop("area", None)
+    with pytest.raises(MergeError, match=message):
+        Assembler(PLAN, pools).merge_pages(**call, areas={0: area, 1: area})
+    for untouched, (_, allocation) in zip(before, rank.allocations, strict=True):
+        assert (untouched == allocation).all()
+
+
+def test_slots_are_merged_only_where_all_is_right():
+    _, pools = memory()
+    area = torch.zeros(1000, dtype=torch.uint8)
+    assembler = Assembler(PLAN, pools)
+    for slots, message in (([1, 2], "a request has one slot, 2 were given"), ([0], "item 0 is no request's")):
+        with pytest.raises(MergeError, match=message):
+            assembler.merge_slot(Role.CONV, 0, torch.tensor(slots), {0: area, 1: area})
+    with pytest.raises(MergeError, match="target_key lies in pages, not in slots"):
+        assembler.merge_slot(Role.TARGET_KEY, 1, torch.tensor([1]), {0: area, 1: area})
+
+
 def test_what_lies_in_one_run_is_not_packed():
     share = of(Role.TARGET_KEY)
     assert not share.packed
@@ -125,7 +171,7 @@ def test_what_lies_in_one_run_is_not_packed():
 
 def test_rejects_memory_that_does_not_fit():
     part = decode().of(Role.SSM)[0]
-    with pytest.raises(MergeError, match=r"ssm: memory must be a row of uint8, it is torch.int8 of shape \(1000,\)"):
+    with pytest.raises(MergeError, match=r"ssm: memory must be a row of uint8 without gaps, it is torch.int8 of shape"):
         item_view(torch.zeros(1000, dtype=torch.int8), part)
     with pytest.raises(MergeError, match=r"shape \(10, 100\)"):
         item_view(torch.zeros(10, 100, dtype=torch.uint8), part)

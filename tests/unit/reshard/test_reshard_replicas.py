@@ -94,11 +94,12 @@ SMALL = Shape(page_size=PAGE, pages=1)
 
 def qwen_plan():
     def large(rank):
-        parts = tuple(
-            replace(part, items=PAGES * 2 + 1, addresses=tuple((n + 1) << 36 for n in range(len(part.layers))))
-            for part in rank.manifest.components
-        )
-        return replace(rank.manifest, components=parts)
+        parts, address = [], 0
+        for part in rank.manifest.components:
+            apart = replace(part, items=PAGES * 2 + 1, addresses=tuple((n + 1) << 36 for n in range(len(part.layers))))
+            parts.append(replace(apart, addresses=tuple(address + start for start in apart.addresses)))
+            address += (len(part.layers) + 1) << 36
+        return replace(rank.manifest, components=tuple(parts))
 
     return plan([large(rank) for rank in prefill_ranks(QWEN, 2, SMALL)], large(decode_rank(QWEN, 1, 0, SMALL)))
 
