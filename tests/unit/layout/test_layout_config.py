@@ -377,6 +377,9 @@ def test_fingerprint_ignores_what_does_not_matter(family: str) -> None:
         {"full_attention_interval": 2},
         {"partial_rotary_factor": 0.5},
         {"num_nextn_predict_layers": 0},
+        {"attention_bias": True},
+        {"norm_topk_prob": False},
+        {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
     ],
     ids=lambda changes: next(iter(changes)),
 )

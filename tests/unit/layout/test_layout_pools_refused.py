@@ -13,6 +13,7 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.ple_state_pool import ShortConvPool
 
 from sglang_hetero.errors import ManifestError, TopologyError
+from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.geometry import HeadAttention, LatentAttention, ModelGeometry
 from sglang_hetero.layout.state_pools import window_axis_of
 from tests.unit.layout.described import GDN, KIMI, assert_read_back, describe_pools, divided
@@ -180,6 +181,16 @@ def test_rejects_rows_that_are_no_whole_pages() -> None:
         mamba = mamba_pool(cache_params(GDN.linear, GDN.linear_layers, 1, kda=False), GDN.linear_layers)
         target = kv_pool(GDN, GDN.attention_layers, 1, mamba, "cuda", size=PAGES * PAGE + 1)
     _rejects(Pools(target, None, mamba, "cuda", False), GDN, "17 token rows", "whole number of pages of 4")
+
+
+@pytest.mark.parametrize("name", ["npu", "npu-fia"])
+def test_an_npu_pool_rounds_its_size_to_pages(name: str) -> None:
+    """On an NPU it allocates pages, however it then shows them."""
+    with platform(name):
+        mamba = mamba_pool(cache_params(GDN.linear, GDN.linear_layers, 1, kda=False), GDN.linear_layers)
+        target = kv_pool(GDN, GDN.attention_layers, 1, mamba, name, size=PAGES * PAGE + 1)
+    manifest = describe_pools(Pools(target, None, mamba, name, False), GDN)
+    assert {part.items for part in manifest.of(Role.TARGET_KEY)} == {PAGES + 1}
 
 
 def test_rejects_rows_that_the_pool_does_not_count(plain: Pools) -> None:
