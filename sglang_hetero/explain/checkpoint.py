@@ -24,8 +24,8 @@ def read(model: str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise HeteroError(
-            f"--model {shown}: no seeded model has this name and there is no such file or folder; give one of "
-            f"{', '.join(models.names())}, a checkpoint's folder, or its {CONFIG_FILE}"
+            f"--model {shown}: no seeded model has this name, and there is no such file or folder with a {CONFIG_FILE} "
+            f"(nothing is downloaded); give one of {', '.join(models.names())}, a folder, or a file"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise HeteroError(f"--model {shown} cannot be read as JSON: {shorten(str(error))}") from None

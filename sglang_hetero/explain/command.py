@@ -5,10 +5,12 @@ import json
 
 import numpy as np
 
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import HeteroError, TopologyError
+from sglang_hetero.layout.axes import cut_size
+from sglang_hetero.layout.checks import shorten
 from sglang_hetero.layout.component import ITEMSIZE
 from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
-from sglang_hetero.layout.geometry import ModelGeometry
+from sglang_hetero.layout.geometry import LatentAttention, ModelGeometry
 from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
 from sglang_hetero.layout.synthetic import PoolOptions, manifest
 from sglang_hetero.layout.window import ConvLayout
@@ -23,6 +25,22 @@ MAX_TOKENS = 1 << 24
 MAX_CHUNKS = 1 << 12
 MAX_PAGES = 1 << 17
 MAX_MTP = 64
+INPUTS = (
+    "model",
+    "prefill_tp",
+    "prefill_pp",
+    "decode_tp",
+    "tokens",
+    "page",
+    "chunk",
+    "scattered",
+    "conv_layout",
+    "mtp",
+    "kv_dtype",
+    "conv_dtype",
+    "ssm_dtype",
+)
+"""Options that JSON output repeats."""
 MAX_TP = 128
 SLOT = 1
 
@@ -68,17 +86,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--conv-layout",
         choices=[layout.value for layout in ConvLayout],
         default=ConvLayout.WINDOW_FIRST.value,
-        help="order of a conv slot in memory: window_first on an NPU, channels_first on CUDA (default %(default)s)",
+        help="order of a conv slot in memory: window_first on an NPU, channels_first on CUDA; Kimi-Linear's is always "
+        "window_first (default %(default)s)",
     )
     parser.add_argument(
         "--mtp",
-        type=int,
+        type=_depth,
         default=3,
         metavar="DEPTH",
         help="draft steps, as --speculative-num-steps; 0 for none (default %(default)s)",
     )
     for name, dtype in (("kv", "bfloat16"), ("conv", "bfloat16"), ("ssm", "float32")):
-        parser.add_argument(f"--{name}-dtype", choices=sorted(ITEMSIZE), default=dtype, help="(default %(default)s)")
+        parser.add_argument(
+            f"--{name}-dtype",
+            choices=sorted(ITEMSIZE),
+            default=dtype,
+            metavar="DTYPE",
+            help=f"torch's name of the {name} cache's dtype (default %(default)s)",
+        )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -87,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, bind and print."""
     explanation = _explain(arguments)
     if arguments.json:
-        print(json.dumps({"model": arguments.model, **explanation.as_json()}))
+        inputs = {name: getattr(arguments, name) for name in INPUTS}
+        print(json.dumps({"inputs": inputs, **explanation.as_json()}))
     else:
         table.show(explanation)
     return 0
@@ -101,6 +127,16 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
     layers = {*geometry.attention_layers, *geometry.linear_layers}
     if arguments.prefill_pp > len(layers):
         raise HeteroError(f"--prefill-pp {arguments.prefill_pp}: the model has only {len(layers)} layers")
+    if arguments.chunk % arguments.page and arguments.tokens > arguments.chunk:
+        raise HeteroError(
+            f"--chunk {arguments.chunk} is no multiple of --page {arguments.page}: prefill sends whole pages; choose "
+            "one that is"
+        )
+    if isinstance(geometry.attention, LatentAttention):
+        # Kimi-Linear's states are [window, channels] everywhere (sglang/srt/configs/mamba_utils.py).
+        arguments.conv_layout = ConvLayout.WINDOW_FIRST.value
+    if not geometry.draft_layers:
+        arguments.mtp = 0
     chunks = chunk_pages(arguments.tokens, arguments.chunk, arguments.page)
     pages = chunks[-1].stop
     # Every second page: no page of the request follows another one.
@@ -114,6 +150,7 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
         conv_dtype=arguments.conv_dtype,
         ssm_dtype=arguments.ssm_dtype,
     )
+    _check_tp(geometry, arguments)
     prefill = [
         _manifest(geometry, Side.PREFILL, place, options, fingerprint, draft=arguments.mtp > 0)
         for place in _places(arguments.prefill_tp, arguments.prefill_pp)
@@ -125,6 +162,26 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
     plans = [plan(prefill, rank) for rank in decode]
     request = Request(pages=ids, slot=SLOT, tokens=arguments.tokens, chunks=chunks)
     return explain(plans, request)
+
+
+def _check_tp(geometry: ModelGeometry, arguments: argparse.Namespace) -> None:
+    """Raise TopologyError for a TP size that SGLang cannot shard the model's heads over, naming those that it can."""
+    attention = geometry.attention
+    segments = [] if isinstance(attention, LatentAttention) else [*attention.segments]
+    if geometry.linear is not None:
+        segments += [*geometry.linear.conv_segments, *geometry.linear.ssm_segments]
+
+    def fits(tp: int) -> bool:
+        try:
+            cut_size(segments, tp, 0, "")
+        except TopologyError:
+            return False
+        return True
+
+    for side, tp in (("prefill", arguments.prefill_tp), ("decode", arguments.decode_tp)):
+        if not fits(tp):
+            sizes = ", ".join(str(size) for size in range(1, MAX_TP + 1) if fits(size))
+            raise TopologyError(f"--{side}-tp {tp} cannot shard this model's heads; TP sizes that can: {sizes}")
 
 
 def _places(tp: int, pp: int) -> list[Coordinates]:
@@ -159,12 +216,22 @@ def _check(arguments: argparse.Namespace) -> None:
         raise HeteroError(
             f"--tokens {arguments.tokens} in pages of --page {arguments.page}: more than {MAX_PAGES} pages"
         )
-    if not 0 <= arguments.mtp <= MAX_MTP:
-        raise HeteroError(f"--mtp {arguments.mtp}: a depth is 0 or more, at most {MAX_MTP}")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not 1 or more")
+    return _whole(text, 1, None)
+
+
+def _depth(text: str) -> int:
+    return _whole(text, 0, MAX_MTP)
+
+
+def _whole(text: str, least: int, most: int | None) -> int:
+    limits = f"{least} or more" if most is None else f"{least} to {most}"
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is no whole number, must be {limits}") from None
+    if value < least or (most is not None and value > most):
+        raise argparse.ArgumentTypeError(f"{shorten(value)} must be {limits}")
     return value

@@ -7,11 +7,23 @@ from rich.table import Table
 from sglang_hetero.reshard.explain import Explanation, Part, Source
 
 MIB = 1 << 20
+PIPE_WIDTH = 200
+"""Columns where there is no terminal to say: nothing is wrapped for a reader that is a program."""
+
+LEGEND = (
+    "Elements are counted on each rank from 0: head 0..7 -> 8..15 means that heads 0 to 7 of the prefill rank become "
+    "heads 8 to 15 of the decode rank. staged, merged: written into a buffer at decode and moved into the caches from "
+    "there. gathered: collected into one buffer at prefill before that. as it is: both ranks have the same layout, "
+    "SGLang's own path writes item to item. A descriptor is one write of neighbouring bytes; those for KV include the "
+    "draft model's."
+)
 
 
 def show(explanation: Explanation) -> None:
     """Print who sends what to whom, then what stock SGLang would do."""
-    console = Console()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
     stock = explanation.upstream
     plural = "" if explanation.chunks == 1 else "s"
     console.print(
@@ -19,15 +31,22 @@ def show(explanation: Explanation) -> None:
     )
     console.print(_sources(explanation))
     console.print(_parts(explanation))
+    console.print(LEGEND)
+    console.print()
     for rank, fingerprint in enumerate(explanation.fingerprints):
-        console.print(f"Fingerprint of the plan of D{rank}: {fingerprint}")
+        console.print(f"Plan of decode {rank} (both sides must come to the same): {fingerprint}")
+    console.print()
     console.print(
-        f"Stock SGLang 0.5.23, for D0: {stock.senders} prefill rank{'' if stock.senders == 1 else 's'} with "
-        f"{stock.kv_descriptors:,} KV descriptors of at most {stock.kv_descriptor_bytes:,} bytes and "
-        f"{stock.state_descriptors:,} for the state each."
+        f"Stock SGLang 0.5.23, its optional staging buffer off, to decode 0: {stock.kv_descriptors:,} KV descriptors "
+        f"of at most {stock.kv_descriptor_bytes:,} bytes from each of {_ranks(stock.kv_senders)}, "
+        f"{stock.state_descriptors:,} for the state from each of {_ranks(stock.state_senders)}."
     )
     for fault in stock.faults:
-        console.print(f"  wrong there: {fault}", style="yellow")
+        console.print(f"Wrong there: {fault}.", style="yellow")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} prefill rank{'' if count == 1 else 's'}"
 
 
 def _sources(explanation: Explanation) -> Table:
@@ -35,7 +54,7 @@ def _sources(explanation: Explanation) -> Table:
     for source in explanation.sources:
         table.add_row(
             _name(source, explanation),
-            ", ".join(f"D{route.decode_rank}" for route in source.to) or "nobody",
+            f"decode {', '.join(str(route.decode_rank) for route in source.to)}" if source.to else "nobody",
             _way(source),
             f"{source.bytes / MIB:,.1f}",
             f"{source.kv_descriptors:,}",
@@ -51,8 +70,8 @@ def _parts(explanation: Explanation) -> Table:
             for part in route.parts:
                 table.add_row(
                     _name(source, explanation),
-                    f"D{route.decode_rank}",
-                    part.role,
+                    f"decode {route.decode_rank}",
+                    part.role.replace("_", " "),
                     _elements(part),
                     str(len(part.layers)),
                     f"{part.bytes / MIB:,.2f}",
@@ -68,23 +87,24 @@ def _way(source: Source) -> str:
 
 
 def _table(*columns: str, numbers: tuple[str, ...]) -> Table:
+    """A table that folds what does not fit: a figure that is cut short is worse than an ugly line."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, overflow="fold")
     for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     return table
 
 
 def _name(source: Source, explanation: Explanation) -> str:
-    """`P2`, or with pipeline stages `P1.2`: stage, then TP rank."""
+    """`prefill 2`, or with pipeline stages `prefill 1.2`: stage, then TP rank."""
     stages = {other.stage for other in explanation.sources}
-    return f"P{source.rank}" if len(stages) == 1 else f"P{source.stage}.{source.rank}"
+    return f"prefill {source.rank}" if len(stages) == 1 else f"prefill {source.stage}.{source.rank}"
 
 
 def _elements(part: Part) -> str:
-    """The blocks, one a line: axis, first..last at the source -> first..last at the destination."""
-    return "\n".join(
-        f"{part.axis} {source}..{source + size - 1} -> {destination}..{destination + size - 1}"
+    """The axis, then its blocks, one a line: first..last at the source -> first..last at the destination."""
+    return f"{part.axis} " + "\n".join(
+        f"{source}..{source + size - 1} -> {destination}..{destination + size - 1}"
         for source, destination, size in part.blocks
     )

@@ -193,8 +193,8 @@ def _mamba2(*, heads: int, width: int, groups: int, state: int, kernel: int) -> 
 
 
 def _head_attention(fields: Fields, width: int) -> HeadAttention:
-    # Without key-value heads of its own a model has one per attention head, here as in transformers.
-    heads = fields.count("num_key_value_heads", "num_attention_heads")
+    # Where it is absent, transformers and SGLang take different numbers; a guess here would be a third one.
+    heads = fields.count("num_key_value_heads")
     _refuse_padding(fields, "num_key_value_heads", "original_total_num_kv_heads")
     # SGLang gives a hybrid model's K and V one width (HybridLinearKVPool takes no other).
     return HeadAttention(heads, width, width)

@@ -1,5 +1,9 @@
 """Byte movers between staging and the live cache pools: the shards of several ranks become what one rank works with.
 
-`ops` is the way in; `naive` says in loops what the others must do; `cpu` and `triton_ops` do it; `checks` holds every
-rule about the arguments.
+`Assembler` and `pack_pages` carry out a plan. Beneath them `ops` has the operations; `naive` says in loops what they
+do; `cpu` and `triton_ops` do it; `checks` holds every rule about their arguments.
 """
+
+from .assemble import Assembler, Memory, pack_pages
+
+__all__ = ["Assembler", "Memory", "pack_pages"]

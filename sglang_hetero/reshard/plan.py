@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sglang_hetero.errors import CoverageError
 from sglang_hetero.layout.axes import Segment, Sharding
 from sglang_hetero.layout.component import Component, Role
-from sglang_hetero.layout.manifest import Manifest, digest
+from sglang_hetero.layout.manifest import Coordinates, Manifest, digest
 from sglang_hetero.layout.sharding import replica_count, shard_count, shard_interval
 
 from .compatibility import STRICT, Policy, check_component, check_layers, check_roles, check_sources
@@ -137,11 +137,7 @@ def _period(ours: Component, source_tp: int) -> int:
 def _blocks(
     ours: Component, stage: tuple[int, ...], sources: tuple[Manifest, ...], destination: Manifest, *, turn: int
 ) -> dict[int, tuple[Block, ...]]:
-    """Per source number the runs of cut-axis elements that it is elected to send of one layer, which `stage` holds.
-
-    Replicas take turns: by layer and component, so that their links share the load, and by destination rank, so that
-    several destinations do not all ask the same one.
-    """
+    """Per source number the runs of cut-axis elements that it is elected to send of one layer, which `stage` holds."""
     place = destination.coordinates
     theirs_tp = sources[0].coordinates.tp_size
     number_of_rank = {sources[number].coordinates.tp_rank: number for number in stage}
@@ -154,7 +150,7 @@ def _blocks(
             first, last = max(held.start, wanted.start), min(held.stop, wanted.stop)
             if first >= last:
                 continue
-            writer = number_of_rank[ranks[(turn + place.tp_rank) % len(ranks)]]
+            writer = number_of_rank[_elected(ranks, place, theirs_tp, turn)]
             found[writer].append(
                 Block(
                     source=starts[writer] + (first - held.start) * segment.width,
@@ -167,6 +163,17 @@ def _blocks(
             rank = sources[number].coordinates.tp_rank
             starts[number] += segment.local_size(theirs_tp, rank)
     return {number: _joined(blocks) for number, blocks in found.items() if blocks}
+
+
+def _elected(ranks: range, place: Coordinates, source_tp: int, turn: int) -> int:
+    """Which of the ranks that hold the same heads sends them to the rank at `place`.
+
+    With equal TP sizes its counterpart, which has all that it needs. Otherwise they take turns: by layer and component,
+    so that their links share the load, and by destination rank, so that several do not all ask the same one.
+    """
+    if source_tp == place.tp_size and place.tp_rank in ranks:
+        return place.tp_rank
+    return ranks[(turn + place.tp_rank) % len(ranks)]
 
 
 def _holders(segment: Segment, tp: int) -> list[tuple[range, range]]:

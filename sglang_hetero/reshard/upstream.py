@@ -1,10 +1,12 @@
 """What stock SGLang 0.5.23 would do for the same hand-over: the baseline that `explain` compares with.
 
 Counts follow sglang/srt/disaggregation/mooncake/conn.py (`send_kvcache_slice`, `_send_mamba_state_slice`) and
-disaggregation/utils.py (`compute_mamba_state_slice_blocks`): with unequal TP sizes one descriptor per token slot and
-entry for attention KV, one per conv segment for the state; with equal sizes one per run of pages and one per slot.
+disaggregation/utils.py (`compute_mamba_state_slice_blocks`), with SGLang's optional staging buffer off, as it is by
+default: with unequal TP sizes one descriptor per token slot and entry for attention KV, and for conv one per segment
+where SGLang knows the segments; with equal sizes one per run of pages and one per slot.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_hetero.layout.axes import AxisName, Sharding
@@ -17,46 +19,78 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Upstream:
-    """One stock sender's share of one request, and what is known to be wrong with it.
+    """What one stock sender would send to one decode rank of one request, and what is known to be wrong with it.
 
-    senders: prefill ranks that write heads to this decode rank, replicas included.
+    kv_senders, state_senders: prefill ranks that write attention KV and state to this decode rank, replicas included.
     """
 
     kv_descriptors: int
     kv_descriptor_bytes: int
     state_descriptors: int
-    senders: int
+    kv_senders: int
+    state_senders: int
     faults: tuple[str, ...]
 
 
-def upstream(plan: Plan, pages: Pages, chunks: list[range]) -> Upstream:
+def upstream(plan: Plan, pages: Pages, chunks: Sequence[range]) -> Upstream:
     """The stock path's figures for a request that lies in `pages` of the first source, sent in `chunks`."""
     source, destination = plan.sources[0], plan.destination
     source_tp, destination_tp = source.coordinates.tp_size, destination.coordinates.tp_size
     equal = source_tp == destination_tp
-    kv = state = largest = 0
-    runs = sum(len(item_runs(pages[chunk.start : chunk.stop])) for chunk in chunks)
+    state = largest = 0
+    kv_of_chunks = [0] * len(chunks)
     for component in source.components:
         layers = len(component.layers)
         if component.item is Item.SLOT:
-            state += layers * (1 if equal else _state_blocks(component))
-        elif equal or _replicated(component):
-            kv += layers * runs
-            largest = max(largest, component.item_stride * max(len(chunk) for chunk in chunks))
-        else:
-            kv += layers * len(pages) * source.page_size
+            state += layers * (1 if equal else _state_blocks(component, source))
+            continue
+        whole_pages = equal or _replicated(component)
+        for number, chunk in enumerate(chunks):
+            runs = item_runs(pages[chunk.start : chunk.stop])
+            tokens = len(chunk) * source.page_size
+            kv_of_chunks[number] += layers * (len(runs) if whole_pages else tokens)
+            if whole_pages:
+                largest = max(largest, component.item_stride * max(len(run) for run in runs))
+        if not whole_pages:
             largest = max(largest, _token_bytes(component, destination))
+    senders = 1 if equal else max(1, source_tp // destination_tp)
     return Upstream(
-        kv, largest, state, 1 if equal else max(1, source_tp // destination_tp), tuple(_faults(source, destination, kv))
+        kv_descriptors=sum(kv_of_chunks),
+        kv_descriptor_bytes=largest,
+        state_descriptors=state,
+        # Of ranks that hold the same latent rows one sends them; heads are sent by every rank, replica or not.
+        kv_senders=1 if _has_kda(source) else senders,
+        state_senders=senders,
+        faults=() if equal else tuple(_faults(source, destination, max(kv_of_chunks))),
     )
+
+
+def _has_kda(source: Manifest) -> bool:
+    """Kimi-Linear's layers: of the families that are described only that one has latent attention."""
+    return Role.TARGET_LATENT in source.roles
 
 
 def _replicated(component: Component) -> bool:
     return all(segment.sharding is Sharding.REPLICATED for segment in component.cut_axis.segments)
 
 
-def _state_blocks(component: Component) -> int:
-    return len(component.cut_axis.segments) if component.role is Role.CONV else 1
+def _window_first(component: Component) -> bool:
+    return component.axis(AxisName.WINDOW).stride > component.axis(AxisName.CHANNEL).stride
+
+
+def _has_groups(component: Component) -> bool:
+    """SGLang declares the segments (`conv_shard_groups`) for q, k and v, not for the x, B and C of Mamba-2."""
+    return [segment.name for segment in component.cut_axis.segments] == ["q", "k", "v"]
+
+
+def _state_blocks(component: Component, source: Manifest) -> int:
+    """Descriptors of one slot of one layer."""
+    if component.role is not Role.CONV:
+        return 1
+    segments = len(component.cut_axis.segments)
+    if _has_kda(source):
+        return segments * component.axis(AxisName.WINDOW).size
+    return segments if _has_groups(component) and not _window_first(component) else 1
 
 
 def _token_bytes(component: Component, destination: Manifest) -> int:
@@ -71,18 +105,19 @@ def _token_bytes(component: Component, destination: Manifest) -> int:
 _REFUSED_BATCH = 4096
 
 
-def _faults(source: Manifest, destination: Manifest, kv: int) -> list[str]:
+def _faults(source: Manifest, destination: Manifest, largest_batch: int) -> list[str]:
     source_tp, destination_tp = source.coordinates.tp_size, destination.coordinates.tp_size
-    if source_tp == destination_tp:
-        return []
     faults = []
     if max(source_tp, destination_tp) % min(source_tp, destination_tp):
         faults.append(f"TP {source_tp} to {destination_tp}: neither divides the other, which is not checked")
-    for component in source.of(Role.CONV):
-        window, channel = component.axis(AxisName.WINDOW), component.axis(AxisName.CHANNEL)
-        if window.stride > channel.stride:
-            faults.append("conv: the window is taken for the channels, other requests' slots are overwritten")
-            break
-    if kv >= _REFUSED_BATCH:
-        faults.append("attention KV: a batch of so many descriptors is refused over TCP and the peer is given up")
+    conv = source.of(Role.CONV)
+    if any(_window_first(component) for component in conv) and not _has_kda(source):
+        faults.append("conv: the window is taken for the channels, other requests' slots are overwritten")
+    elif not all(_has_groups(component) for component in conv):
+        faults.append("conv: x, B and C are cut as one block, so that channels end up in each other's places")
+    if largest_batch >= _REFUSED_BATCH:
+        faults.append(
+            f"attention KV: {largest_batch:,} descriptors in a batch; Mooncake's TCP transport refuses that and gives "
+            "the peer up (other transports were not measured)"
+        )
     return faults

@@ -84,7 +84,12 @@ FAULTS = [
         "size=(last - first) * segment.width",
         "size=max(1, last - first - 1) * segment.width",
     ),
-    Fault("all replicas' work goes to the first one", _PLAN, "ranks[(turn + place.tp_rank) % len(ranks)]", "ranks[0]"),
+    Fault(
+        "all replicas' work goes to the first one",
+        _PLAN,
+        "return ranks[(turn + place.tp_rank) % len(ranks)]",
+        "return ranks[0]",
+    ),
     Fault("the plan is not proved", _PLAN, "    prove(ordered, destination, shares, missing)\n", ""),
     Fault(
         "the plan's fingerprint leaves out the blocks",

@@ -47,8 +47,9 @@ def test_a_long_prompt_of_qwen35_2b(capsys, scattered, kv, layout):
         assert not source["packed"]
     assert found["upstream"]["kv_descriptors"] == 261_632
     assert found["upstream"]["kv_descriptor_bytes"] == 512
-    assert found["upstream"]["state_descriptors"] == LINEAR_LAYERS * (3 + 1)  # q, k and v of conv each on its own
-    assert found["upstream"]["senders"] == 2
+    # Channels-first q, k and v go each on their own; window-first SGLang takes the slot for one block, and is wrong.
+    assert found["upstream"]["state_descriptors"] == LINEAR_LAYERS * (4 if layout == "channels_first" else 2)
+    assert found["upstream"]["kv_senders"] == found["upstream"]["state_senders"] == 2
     assert any("conv" in fault for fault in found["upstream"]["faults"]) == (layout == "window_first")
 
 
@@ -75,7 +76,7 @@ def test_equal_sizes_need_no_staging(capsys):
     assert found["upstream"]["faults"] == []
     assert found["upstream"]["kv_descriptors"] == ENTRIES * CHUNKS
     assert found["upstream"]["state_descriptors"] == 2 * LINEAR_LAYERS
-    assert found["upstream"]["senders"] == 1
+    assert found["upstream"]["kv_senders"] == found["upstream"]["state_senders"] == 1
     found = explain(capsys, *QWEN35_2B, *p_d(2, 1))
     assert all(route["staged"] for source in found["sources"] for route in source["to"])
 
@@ -106,27 +107,18 @@ def test_a_checkpoint_folder_and_its_config_are_the_same_as_the_name(capsys, tmp
 
     (tmp_path / "config.json").write_text(json.dumps(model_config(models.spec("tiny"))))
     wanted = explain(capsys, "--model", "tiny", "--tokens", "100", *p_d(2, 1))
+    wanted["inputs"].pop("model")
     for model in (tmp_path, tmp_path / "config.json"):
         found = explain(capsys, "--model", str(model), "--tokens", "100", *p_d(2, 1))
-        assert found | {"model": "tiny"} == wanted
+        assert found["inputs"].pop("model") == str(model)
+        assert found == wanted
 
 
 def test_the_table_names_every_rank_and_what_it_sends(capsys):
     assert cli.main(["explain", "--model", "tiny-h6", "--tokens", "1000", *p_d(2, 3)]) == 0
     shown = capsys.readouterr().out
-    for text in (
-        "P0",
-        "P1",
-        "D0",
-        "D1",
-        "D2",
-        "target_key",
-        "target_value",
-        "draft_key",
-        "conv",
-        "ssm",
-        "2..2 -> 0..0",
-    ):
+    ranks = ("prefill 0", "prefill 1", "decode 0", "decode 1", "decode 2")
+    for text in (*ranks, "target key", "target value", "draft key", "conv", "ssm", "head 2..2 -> 0..0"):
         assert text in shown
     assert "neither divides the other" in shown  # what stock SGLang would do with 2 to 3
 
@@ -134,18 +126,20 @@ def test_the_table_names_every_rank_and_what_it_sends(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "tiny", "--tokens", "9", *p_d(3, 1)], "prefill TP0/3"),
-        (["--model", "tiny", "--tokens", "9", *p_d(1, 3)], "decode TP0/3"),
+        (
+            ["--model", "tiny", "--tokens", "9", *p_d(3, 1)],
+            "--prefill-tp 3 cannot",
+        ),
+        (["--model", "tiny", "--tokens", "9", *p_d(1, 3)], "--decode-tp 3 cannot"),
         (["--model", "no-such-model", "--tokens", "9", *p_d(1, 1)], "no seeded model has this name"),
         (["--model", "tiny", "--tokens", str(1 << 40), *p_d(1, 1)], "more than"),
         (["--model", "tiny", "--tokens", "9", *p_d(1, 1000)], "more than"),
-        (["--model", "tiny", "--tokens", "9", "--mtp", "-1", *p_d(1, 1)], "0 or more"),
         (["--model", "tiny", "--tokens", "9", "--page", str(1 << 40), *p_d(1, 1)], "more than"),
         (["--model", "tiny", "--tokens", "100000", "--chunk", "1", *p_d(1, 1)], "chunks"),
+        (["--model", "tiny", "--tokens", "1000", "--chunk", "100", *p_d(1, 1)], "no multiple of --page 128"),
         (["--model", "tiny", "--tokens", "9", "--prefill-pp", "9", *p_d(1, 1)], "only 8 layers"),
-        (["--model", "tiny", "--tokens", "9", *p_d(8, 1)], "cannot be divided"),
+        (["--model", "tiny", "--tokens", "9", *p_d(8, 1)], "TP sizes that can: 1, 2, 4"),
         (["--model", "tiny", "--tokens", "1000000", "--page", "1", *p_d(1, 1)], "pages"),
-        (["--model", "tiny", "--tokens", "9", "--mtp", "1000", *p_d(1, 1)], "at most"),
         (["--model", "x" * 5000, "--tokens", "9", *p_d(1, 1)], "5002 characters"),
     ],
     ids=[
@@ -154,13 +148,12 @@ def test_the_table_names_every_rank_and_what_it_sends(capsys):
         "model",
         "tokens",
         "tp",
-        "mtp",
         "page",
         "chunks",
+        "uneven",
         "stages",
         "linear-heads",
         "pages",
-        "depth",
         "name",
     ],
 )
@@ -212,6 +205,40 @@ def test_a_configuration_nested_too_deeply(capsys, tmp_path):
         deep = [deep]
     (tmp_path / "config.json").write_text(json.dumps(model_config(models.spec("tiny")) | {"rope_scaling": deep}))
     assert "nested too deeply" in fails(capsys, "--model", str(tmp_path), "--tokens", "9", *p_d(1, 1))
+
+
+@pytest.mark.parametrize("value", ["-1", "65", "x", "9" * 5000])
+def test_a_depth_is_a_small_whole_number(capsys, value):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--model", "tiny", "--tokens", "9", *p_d(1, 1), "--mtp", value])
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "must be 0 to 64" in last
+    assert len(last) < 300
+
+
+def test_a_model_without_draft_layers_has_none_whatever_is_asked(capsys, tmp_path):
+    """Kimi-Linear: no MTP layer, and conv windows that are window-first everywhere."""
+    config = {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "linear_attn_config": {
+            "num_heads": 4,
+            "head_dim": 8,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1, 2, 3],
+            "full_attn_layers": [4],
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = explain(capsys, "--model", str(tmp_path), "--tokens", "300", "--conv-layout", "channels_first", *p_d(2, 1))
+    assert found["inputs"]["mtp"] == 0
+    assert found["inputs"]["conv_layout"] == "window_first"
+    assert found["upstream"]["faults"] == []
+    assert sum(source["kv_descriptors"] for source in found["sources"]) == 1  # one rank sends the one latent layer
 
 
 @pytest.mark.parametrize("option", ["--prefill-tp", "--decode-tp", "--tokens", "--page", "--chunk", "--prefill-pp"])

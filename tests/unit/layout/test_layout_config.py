@@ -258,14 +258,11 @@ def test_draft_layers(fields: Config, layers: tuple[int, ...]) -> None:
     assert geometry_from_config({**QWEN3_NEXT, **fields}).draft_layers == layers
 
 
-def test_key_value_heads_default_to_attention_heads() -> None:
-    assert geometry_from_config({**QWEN3_NEXT, "num_key_value_heads": None}).attention == HeadAttention(8, 16, 16)
-
-
 _REJECTED: list[tuple[str, Config, dict[str, Any], str]] = [
     ("unknown-family", QWEN3_NEXT, {"model_type": "llama"}, "llama: the model's configuration is of a model family"),
     ("no-family", QWEN3_NEXT, {"model_type": None}, "model without model_type"),
     ("missing", QWEN3_NEXT, {"linear_num_key_heads": None}, "qwen3_next: .* has no linear_num_key_heads; use the"),
+    ("kv-heads", QWEN3_NEXT, {"num_key_value_heads": None}, "has no num_key_value_heads; use the"),
     ("zero", QWEN3_NEXT, {"linear_value_head_dim": 0}, "linear_value_head_dim = 0, it must be a whole number"),
     ("negative", QWEN3_NEXT, {"head_dim": -1}, "head_dim = -1"),
     ("bool", QWEN3_NEXT, {"head_dim": True}, "head_dim = True"),

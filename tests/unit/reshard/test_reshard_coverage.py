@@ -119,25 +119,27 @@ def test_coverage_rejects_millions_of_runs():
 
 @pytest.mark.parametrize("encoding", ["plain", "packed"])
 def test_opaque_items_of_one_shape_are_not_taken_apart(encoding):
-    """Half of the channels is each rank's own, half is on both; of layer 1 that would come from the other rank."""
-    segments = (Segment("own", 2, 4, Sharding.DIVIDED), Segment("common", 1, 4, Sharding.REPLICATED))
+    """Two ranks hold one head, four the common channels: by layer 2 their turns no longer fall on the same rank."""
+    segments = (Segment("own", 2, 4), Segment("common", 1, 4, Sharding.REPLICATED))
 
-    def rank(side, number):
+    def rank(side, number, tp):
         axes = (Axis(AxisName.TOKEN, 4, 16), Axis(AxisName.CHANNEL, 8, 2, segments))
-        latent = Component(Role.TARGET_LATENT, Item.PAGE, "bfloat16", (0, 1), axes, 8, 64, (0, 4096), encoding=encoding)
+        latent = Component(
+            Role.TARGET_LATENT, Item.PAGE, "bfloat16", (0, 1, 2), axes, 8, 64, (0, 4096, 8192), encoding=encoding
+        )
         return Manifest(
             side=side,
             host="a-host",
-            coordinates=Coordinates(tp_rank=number, tp_size=2),
+            coordinates=Coordinates(tp_rank=number, tp_size=tp),
             page_size=4,
             model="m",
             incarnation="1",
             components=(latent,),
         )
 
-    sources = [rank(Side.PREFILL, number) for number in (0, 1)]
+    sources = [rank(Side.PREFILL, number, 4) for number in range(4)]
     if encoding == PLAIN:
-        assert [share.source for share in plan(sources, rank(Side.DECODE, 0)).shares] == [0, 0, 1]
+        assert [share.source for share in plan(sources, rank(Side.DECODE, 0, 2)).shares] == [0, 0, 1, 2]
         return
     with pytest.raises(CoverageError, match=r"encoding packed can only be moved whole.*same TP size"):
-        plan(sources, rank(Side.DECODE, 0))
+        plan(sources, rank(Side.DECODE, 0, 2))
