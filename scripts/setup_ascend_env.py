@@ -1,7 +1,8 @@
-"""Make or repair `.venv-ascend`: Triton's compiler for NPUs, which the tests compile our kernels with.
+"""Make or repair `.venv-ascend`: what the tests use of Ascend hosts, Triton's compiler for NPUs and MemFabric.
 
 triton-ascend installs a package `triton` of its own, so it cannot share `.venv` with SGLang's. It compiles as far as
-Linalg (MLIR) without an NPU, CANN or torch; that, and what its import needs, is all that is installed: about 165 MB.
+Linalg (MLIR) without an NPU, CANN or torch. MemFabric's classes can be called, though not move a byte. These, and what
+their imports need, are all that is installed: about 180 MB.
 Runs after setup_env.py and uses the pip of `.venv`. A second run costs about a quarter of a second.
 """
 
@@ -19,7 +20,7 @@ import venv_packages
 from child_process import met_no_version, run_child
 
 VENV = os.path.join(setup_env.ROOT, ".venv-ascend")
-REQUIREMENTS = os.path.join(setup_env.ROOT, "requirements", "triton_ascend.lock")
+REQUIREMENTS = [os.path.join(setup_env.ROOT, "requirements", name) for name in ("triton_ascend.lock", "ascend.lock")]
 PYTHON = os.path.join(VENV, "bin", "python")
 SITE = os.path.join(VENV, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
 # Written last: the fingerprint of a complete environment.
@@ -29,20 +30,20 @@ NEEDED_BYTES = 300 * 1000**2
 
 
 def say(text):
-    setup_env.say("Triton for Ascend: " + text)
+    setup_env.say("packages for Ascend: " + text)
 
 
 def fingerprint():
-    """What the environment is a function of: the lock, this script, the interpreter and the place."""
+    """What the environment is a function of: the locks, this script, the interpreter and the place."""
     digest = hashlib.sha256("{} {} {}".format(sys.version, setup_env.base_python(), VENV).encode(errors="replace"))
-    for path in (REQUIREMENTS, os.path.realpath(__file__)):
+    for path in (*REQUIREMENTS, os.path.realpath(__file__)):
         with open(path, "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
 
 
 def pins():
-    return venv_packages.read_pins([REQUIREMENTS])
+    return venv_packages.read_pins(REQUIREMENTS)
 
 
 def broken_packages():
@@ -56,13 +57,13 @@ def broken_packages():
     return broken
 
 
-def compiler_imports():
+def imports():
     """Isolated (-I): the folder that we stand in must not answer for what is installed."""
-    return setup_env.runs(PYTHON, "-I", "-c", "import triton.backends.ascend, triton.compiler")
+    return setup_env.runs(PYTHON, "-I", "-c", "import triton.backends.ascend, triton.compiler, memfabric_hybrid")
 
 
 def is_current():
-    return setup_env.read_text(STAMP) == fingerprint() and not broken_packages() and compiler_imports()
+    return setup_env.read_text(STAMP) == fingerprint() and not broken_packages() and imports()
 
 
 def remove():
@@ -76,7 +77,7 @@ def check_disk():
     free = shutil.disk_usage(setup_env.ROOT).free
     if free < NEEDED_BYTES:
         raise setup_env.SetupError(
-            "only {:.1f} GB free on the disk of {}, Triton for Ascend needs {:.1f} GB; free some space and run "
+            "only {:.1f} GB free on the disk of {}, the packages for Ascend need {:.1f} GB; free some space and run "
             "again".format(free / 1e9, setup_env.ROOT, NEEDED_BYTES / 1e9)
         )
 
@@ -89,17 +90,18 @@ def install(lock):
     # Git, and ruff with it, then leave the folder out without being told.
     setup_env.write_text(os.path.join(VENV, ".gitignore"), "*")
     requirements = ["{}=={}".format(name, version) for name, version in sorted(pins().items())]
-    say("downloading and unpacking {} (52 MB)".format(" and ".join(requirements)))
+    say("downloading and unpacking {} (57 MB)".format(", ".join(requirements)))
     pip = [setup_env.venv_python(), "-I", "-m", "pip", "--python", PYTHON, "install"]
     options = ["--no-deps", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     status, lines = run_child([*pip, *options, *requirements], lock)
     if status and met_no_version(lines) and sys.version_info[:2] != (3, 11):
         raise setup_env.SetupError(
-            "triton-ascend {} may have no wheel for Python {}.{}: run again with PYTHON=/path/to/python3.11".format(
-                pins()["triton-ascend"], *sys.version_info[:2]
+            "triton-ascend {} or memfabric_hybrid {} may have no wheel for Python {}.{}: run again with "
+            "PYTHON=/path/to/python3.11".format(
+                pins()["triton-ascend"], pins()["memfabric-hybrid"], *sys.version_info[:2]
             )
         )
-    check(status, lines, what="pip install of the packages in requirements/triton_ascend.lock")
+    check(status, lines, what="pip install of the packages in requirements/*ascend.lock")
 
 
 def setup():
@@ -115,16 +117,18 @@ def setup():
         if is_current():
             return
         if not os.path.exists(setup_env.venv_python()):
-            raise setup_env.SetupError("there is no .venv yet, whose pip installs Triton for Ascend: run `make setup`")
+            raise setup_env.SetupError("there is no .venv yet, whose pip installs these packages: run `make setup`")
         start = time.time()
         remove()
         check_disk()
         install(lock)
         left = broken_packages()
-        if left or not compiler_imports():
+        if left or not imports():
             raise setup_env.SetupError(
                 "{} does not work after its installation: remove .venv-ascend and run again; on an old system see "
-                "whether its libraries load, with {} -c 'import triton'".format(left[0] if left else "it", PYTHON)
+                "whether its libraries load, with {} -c 'import triton, memfabric_hybrid'".format(
+                    left[0] if left else "it", PYTHON
+                )
             )
         setup_env.write_text(STAMP, fingerprint())
         say("ready after {:.0f} s".format(time.time() - start))

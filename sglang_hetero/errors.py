@@ -27,3 +27,31 @@ class MergeError(HeteroError):
 
 class BindError(HeteroError):
     """Pages, slots or tokens of a request do not fit the plan."""
+
+
+class OptionError(HeteroError):
+    """An option has a value that cannot work, or is none."""
+
+
+class UpstreamChanged(HeteroError):
+    """The installed SGLang is not the one that this release was made for."""
+
+
+class MessageError(HeteroError):
+    """Bytes are no message of ours, or a message says what cannot be."""
+
+
+class ProtocolError(HeteroError):
+    """A peer, or the code around a state machine, broke the order of a transfer; the room it happened in must fail."""
+
+
+class StagingError(HeteroError):
+    """Staging memory cannot hold what is asked of it, or the memory that it needs is not there."""
+
+
+class TransferRefused(HeteroError):
+    """A prefill and a decode rank do not take our path together, or not now."""
+
+
+class ControlError(HeteroError):
+    """The control service cannot be started or reached, or does not know what it is asked for."""

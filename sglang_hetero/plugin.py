@@ -15,20 +15,25 @@ _KERNELS = "sgl_kernel"
 
 
 def activate() -> None:
-    """Apply what this process needs (docs/cpu.md).
+    """Apply what this process needs: on a CPU what SGLang lacks there (docs/cpu.md), then the hooks of the transfer.
 
     An error ends the process with one line: SGLang's load_plugins swallows every Exception, and to go on without the
     replacements, or with some of them, would give wrong answers.
     """
-    if not _in_cpu_engine():
-        return
     try:
-        if _kernels_are_ours():
+        if _in_cpu_engine() and _kernels_are_ours():
             from sglang_hetero.cpu.gaps import close_gaps
 
             close_gaps()
     except Exception as error:
-        _stop(error)
+        _stop("the CPU reference platform does not work here", error)
+    try:
+        from sglang_hetero.backend.hooks import install
+        from sglang_hetero.backend.options import read
+
+        install(read(os.environ))
+    except Exception as error:
+        _stop("the transfer cannot be put in", error)
 
 
 def _in_cpu_engine() -> bool:
@@ -57,10 +62,10 @@ def _would_find_ours() -> bool:
     return spec is not None and spec.origin is not None and enable.SHIMS in Path(spec.origin).parents
 
 
-def _stop(error: Exception) -> NoReturn:
+def _stop(what: str, error: Exception) -> NoReturn:
     from sglang_hetero.errors import HeteroError
 
     name = "" if isinstance(error, HeteroError) else f"{type(error).__name__}: "
     text = " ".join(f"{name}{error}".split())
-    print(f"sglang-hetero: the CPU reference platform does not work here: {text}", file=sys.stderr, flush=True)
+    print(f"sglang-hetero: {what}: {text}", file=sys.stderr, flush=True)
     raise SystemExit(1) from error

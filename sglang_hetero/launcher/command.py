@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sglang_hetero.backend import options as transfer
 from sglang_hetero.cpu import layout
 from sglang_hetero.launcher.options import Options, Router
 from sglang_hetero.launcher.topology import Instance, Role
@@ -23,6 +24,7 @@ ATTENTION = (
 MEM_FRACTION = "0.2"
 # Variables of the caller's shell that a server does not get: each may change arithmetic (SGLANG_MAMBA_SSM_DTYPE), keep
 # our plugin out (SGLANG_PLUGINS) or choose another transport, and the fleet would not be what its options say.
+# The options of the transfer (docs/options.md) are passed on: they have no other way in.
 FOREIGN = ("SGLANG_", "MC_", "MOONCAKE_")
 
 # The Rust router answers /health before it knows any server; /readiness waits for healthy ones.
@@ -59,9 +61,24 @@ def _bind(ranks: int, first: int) -> str:
 
 
 def server_env(base: Mapping[str, str], options: Options, instance: Instance, first_rank: int) -> dict[str, str]:
-    """Environment of one server, from that of the launcher; its ranks are the fleet's from `first_rank` on."""
-    inherited = {name: value for name, value in base.items() if not name.startswith(FOREIGN)}
-    return inherited | {
+    """Environment of one server, from that of the launcher; its ranks are the fleet's from `first_rank` on.
+
+    Raises OptionError where it has an option of the transfer that does not exist or a value that cannot be.
+    """
+    inherited = {
+        name: value for name, value in base.items() if name.startswith(transfer.PREFIX) or not name.startswith(FOREIGN)
+    }
+    environment = inherited | _platform(options, instance, first_rank) | dict(_of_role(options, instance.role))
+    transfer.read(environment)
+    return environment
+
+
+def _of_role(options: Options, role: Role) -> tuple[tuple[str, str], ...]:
+    return {Role.PREFILL: options.prefill_env, Role.DECODE: options.decode_env}.get(role, ())
+
+
+def _platform(options: Options, instance: Instance, first_rank: int) -> dict[str, str]:
+    return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, first_rank),
         # More threads spin against each other as soon as this machine does anything else: with two of them on two busy

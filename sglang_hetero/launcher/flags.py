@@ -1,11 +1,14 @@
 """Command-line flags for `Options`, shared by every command that starts servers."""
 
 import argparse
+import re
 from pathlib import Path
 
 from sglang_hetero import models
 from sglang_hetero.launcher.options import DEFAULT_CHUNK, UNEQUAL_TP_CHUNK, DType, Options, Router
 from sglang_hetero.layout.window import ConvLayout
+
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def positive(text: str) -> int:
@@ -14,6 +17,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
     return value
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Type of a flag that sets an environment variable."""
+    name, equals, value = text.partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
@@ -86,6 +97,15 @@ def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
     group.add_argument(
         "--start-seconds", type=float, default=defaults.start_seconds, help="give up when not healthy by then"
     )
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}-env",
+            type=variable,
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help=f"environment variable of the {role} servers, may be given several times (docs/options.md)",
+        )
     group.add_argument(
         "--log-dir", type=Path, metavar="FOLDER", help="a log file per process; it stays (default: a new one)"
     )
@@ -109,4 +129,6 @@ def options(arguments: argparse.Namespace, server_arguments: tuple[str, ...] = (
         start_seconds=arguments.start_seconds,
         log_dir=arguments.log_dir,
         server_arguments=server_arguments,
+        prefill_env=tuple(arguments.prefill_env),
+        decode_env=tuple(arguments.decode_env),
     )

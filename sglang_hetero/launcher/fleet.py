@@ -16,7 +16,7 @@ import requests
 
 from sglang_hetero import models
 from sglang_hetero.cpu import enable
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import HeteroError, OptionError
 from sglang_hetero.launcher import command
 from sglang_hetero.launcher.options import Options
 from sglang_hetero.launcher.ports import Ports
@@ -104,6 +104,7 @@ class Fleet:
             chunk = self.options.default_chunk(self.topology.has_unequal_tp)
             self.options = replace(self.options, chunk=chunk)
         self.topology.check_model(models.spec(self.options.model))
+        self._check_environment()
         self._check_platform()
         ports = Ports(self.options.host)
         front_port = ports.take(self.options.port, "--port") if self.options.port else ports.free()
@@ -167,6 +168,14 @@ class Fleet:
             health=command.ROUTER_HEALTH[self.options.router],
         )
         self._say(f"router ({self.options.router.value}): pid {self.router.pid}, {url}")
+
+    def _check_environment(self) -> None:
+        given = {"--prefill-env": self.options.prefill_env, "--decode-env": self.options.decode_env}
+        if self.topology.is_mixed and any(given.values()):
+            flags = " and ".join(flag for flag, variables in given.items() if variables)
+            raise OptionError(f"{flags}: {self.topology.name} is one server that does both phases; set it in the shell")
+        for instance in self.topology.instances:
+            command.server_env(os.environ, self.options, instance, first_rank=0)
 
     def _check_platform(self) -> None:
         status = enable.status()

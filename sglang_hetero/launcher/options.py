@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import OptionError
 from sglang_hetero.layout.window import ConvLayout
 
 MAX_MTP_DEPTH = 16
@@ -30,10 +30,6 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-class OptionError(HeteroError):
-    """An option has a value that cannot work."""
-
-
 @dataclass(frozen=True)
 class Options:
     """One fleet. Sizes are tokens unless said otherwise.
@@ -41,6 +37,7 @@ class Options:
     mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed), 0 for
     a free one. chunk: largest number of prompt tokens in one prefill step, 0 for `default_chunk`. max_requests: those
     that run at the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if missing.
+    prefill_env, decode_env: variables of the environment of the servers of one role, names and values.
     """
 
     model: str = "tiny"
@@ -58,6 +55,8 @@ class Options:
     start_seconds: float = 600.0
     log_dir: Path | None = None
     server_arguments: tuple[str, ...] = field(default=())
+    prefill_env: tuple[tuple[str, str], ...] = ()
+    decode_env: tuple[tuple[str, str], ...] = ()
 
     def default_chunk(self, unequal_tp: bool) -> int:
         """The chunk where none was asked for: whole pages."""

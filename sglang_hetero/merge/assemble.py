@@ -42,6 +42,10 @@ class Assembler:
         """Numbers of the sources that have a share of this layer of a role. Raises MergeError if nothing moves it."""
         return tuple(share.source for share in self._of(role, layer))
 
+    def item(self, role: Role, layer: int) -> Item:
+        """Whether this layer of a role is moved by page or by slot. Raises MergeError if nothing moves it."""
+        return self._of(role, layer)[0].item
+
     def merge_pages(
         self, role: Role, layer: int, pages: torch.Tensor, tokens: int, areas: Mapping[int, torch.Tensor]
     ) -> None:

@@ -8,11 +8,14 @@ from sglang_hetero.layout.window import ConvLayout
 from .compare import Difference
 from .errors import HarnessError, HarnessTimeout, RankDied
 from .expectation import Leftovers
+from .flow import Abort, Handoff, On, Outcome
 from .geometry import Geometry
+from .harness import Harness
 from .oracle import Component
-from .pair import Handoff, Harness, Outcome, Pair, Result
+from .pair import Pair, Result
 
 __all__ = [
+    "Abort",
     "Component",
     "ConvLayout",
     "Difference",
@@ -22,6 +25,7 @@ __all__ = [
     "HarnessError",
     "HarnessTimeout",
     "Leftovers",
+    "On",
     "Outcome",
     "Pair",
     "RankDied",

@@ -9,11 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import pools as pools_module
+from .geometry import Geometry
 from .pools import Pools
 from .sides import LOOPBACK, Shard, Side
 
 HTTP_PORT = 1
 """Port of a prefill's HTTP server in SGLang's topology row; nothing in the harness listens there."""
+
+
+TOPOLOGY_SECONDS = 10.0
+"""How long a decode rank asks the bootstrap server for a topology that all prefill ranks have registered in."""
+TOPOLOGY_RETRY_SECONDS = 0.02
 
 
 @dataclass
@@ -39,7 +45,8 @@ def publish(shard: Shard, side: Side) -> Any:
     declare_resolution(
         server_args,
         "test harness",
-        tp_size=shard.tp,
+        tp_size=shard.tp * side.dp_size,
+        attn_dp_size=side.dp_size,
         page_size=geometry.page_size,
         host=LOOPBACK,
         port=HTTP_PORT,
@@ -50,10 +57,12 @@ def publish(shard: Shard, side: Side) -> Any:
         disable_overlap_schedule=True,
         disable_radix_cache=True,
     )
-    publish_config(server_args, role="scheduler", ranks=SpawnRanks(world_rank=shard.rank, gpu_id=0))
+    world_rank = side.dp_rank * shard.tp + shard.rank
+    publish_config(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))
     alone = Group(world_size=1)
-    tp = Group(world_size=shard.tp, rank_in_group=shard.rank)
-    get_parallel().override_permanently(pp_group=alone, attn_cp_group=alone, attn_tp_group=tp, tp_group=tp)
+    attention = Group(world_size=shard.tp, rank_in_group=shard.rank)
+    everyone = Group(world_size=shard.tp * side.dp_size, rank_in_group=world_rank)
+    get_parallel().override_permanently(pp_group=alone, attn_cp_group=alone, attn_tp_group=attention, tp_group=everyone)
     return server_args
 
 
@@ -67,12 +76,42 @@ def start_engine() -> None:
 
 
 def model_config(shard: Shard) -> SimpleNamespace:
-    """The attributes of ModelConfig that the PD queues read."""
+    """The attributes of ModelConfig that the PD queues and our backend read."""
     geometry = shard.geometry
+    config = text_config(geometry)
     return SimpleNamespace(
         num_hidden_layers=geometry.layers,
         get_total_num_kv_heads=lambda: geometry.kv_heads,
-        hf_text_config=SimpleNamespace(full_attention_layer_ids=list(geometry.full_attention_layers)),
+        dtype=geometry.kv_dtype,
+        hf_config=config,
+        hf_text_config=config,
+    )
+
+
+def text_config(geometry: Geometry) -> SimpleNamespace:
+    """What transformers would read from the config.json of a Qwen3.5 with these caches.
+
+    It is the checkpoint's, so it says nothing of the dtypes of the caches, and it has the MTP module whether or not a
+    server speculates.
+    """
+    full = set(geometry.full_attention_layers)
+    return SimpleNamespace(
+        model_type="qwen3_5_text",
+        architectures=["Qwen3_5ForCausalLM"],
+        dtype="bfloat16",
+        hidden_size=geometry.hidden_size,
+        num_hidden_layers=geometry.layers,
+        num_attention_heads=geometry.kv_heads,
+        num_key_value_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        layer_types=["full_attention" if layer in full else "linear_attention" for layer in range(geometry.layers)],
+        full_attention_layer_ids=list(geometry.full_attention_layers),
+        linear_conv_kernel_dim=geometry.conv_kernel,
+        linear_num_key_heads=geometry.linear_key_heads,
+        linear_num_value_heads=geometry.linear_value_heads,
+        linear_key_head_dim=geometry.linear_key_dim,
+        linear_value_head_dim=geometry.linear_value_dim,
+        mtp_num_hidden_layers=1,
     )
 
 
@@ -105,7 +144,10 @@ def build(shard: Shard, side: Side) -> Any:
     scheduler.token_to_kv_pool_allocator = pools.allocator
     scheduler.disagg_metadata_buffers = pools.metadata
     scheduler.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(geometry.slots)
-    scheduler.tree_cache = SimpleNamespace(maybe_hand_to_session=lambda request: None)
+    # release_kv_cache asks it who frees a request's memory; rank.py puts itself there.
+    scheduler.tree_cache = SimpleNamespace(
+        maybe_hand_to_session=lambda request: None, supports_mamba=lambda: True, claim_kv_row=None
+    )
     # Where SGLang streams the error of a request that it refuses.
     scheduler.output_streamer = SimpleNamespace(stream_output=lambda requests, return_logprob: None)
     scheduler.transfer_backend = TransferBackend(side.backend)
@@ -116,6 +158,7 @@ def build(shard: Shard, side: Side) -> Any:
     scheduler.enable_decode_hicache = False
     scheduler.kv_checksum_computer = None
     scheduler.disagg_prefill_pending_chunk_rids = set()
+    scheduler.disagg_prefill_inflight_queue = []
     scheduler.spec_algorithm = None
     pools_module.shuffle_free_lists(pools, scheduler.req_to_metadata_buffer_idx_allocator, side.shuffle_seed)
     if side.mode == DisaggregationMode.PREFILL.value:
@@ -167,3 +210,6 @@ def _decode_queues(scheduler: Any, pools: Pools, side: Side, tokens: int) -> Non
         num_reserved_decode_tokens=0,
         transfer_backend=scheduler.transfer_backend,
     )
+    # SGLang's scheduler asks once a second; a harness that did would be as slow.
+    scheduler.disagg_decode_prealloc_queue._ensure_retry_interval = TOPOLOGY_RETRY_SECONDS
+    scheduler.disagg_decode_prealloc_queue._max_ensure_retries = int(TOPOLOGY_SECONDS / TOPOLOGY_RETRY_SECONDS)

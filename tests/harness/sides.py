@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from .geometry import Geometry
 
 LOOPBACK = "127.0.0.1"
+NO_BOOTSTRAP = 1
+"""Port of a process that has no peer."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,9 @@ class Side:
     """Value of --disaggregation-transfer-backend."""
     bootstrap_port: int
     shuffle_seed: int
+    dp_size: int = 1
+    """Attention-DP ranks of the side; each holds requests of its own."""
+    dp_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,5 @@ class Request:
     room: int
     tokens: int
     seed: int
+    bootstrap_port: int = NO_BOOTSTRAP
+    """Of the prefill side that it goes to."""

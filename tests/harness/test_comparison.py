@@ -86,7 +86,7 @@ def test_the_page_tail_is_compared(pair: Pair) -> None:
 
 def test_a_missing_transfer_is_reported_for_every_buffer_with_a_state(pair: Pair) -> None:
     def poison_again(pair: Pair, _: Result) -> None:
-        pair.decode[0].call("poison", 0xFF)
+        pair.decode[0].call("poison")
 
     result = pair.handoff_many([Handoff(TOKENS, seed=SEED)], before_compare=poison_again)
     assert {difference.component for difference in result.differences} == set(Component)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from . import Geometry, Harness, HarnessTimeout, RankDied, oracle, processes
+from . import Geometry, Harness, HarnessTimeout, RankDied, processes
 from .errors import CommandFailed
 from .processes import COMMAND_SECONDS, ZygoteProcess
 
@@ -58,7 +58,7 @@ def test_a_silent_rank_is_a_timeout(harness: Harness) -> None:
             pair.decode[0].call("poll", [], seconds=0.2)
         os.kill(pair.decode[0].pid, signal.SIGCONT)
         # The late answer, [], is not taken for the next command's.
-        assert pair.decode[0].call("poison", oracle.DESTINATION_POISON) is None
+        assert pair.decode[0].call("poison") is None
 
 
 def test_a_late_answer_of_the_zygote_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

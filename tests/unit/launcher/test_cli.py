@@ -1,5 +1,6 @@
 """Bad input ends with one clear line and exit status 1, before anything is started."""
 
+import argparse
 import fcntl
 import os
 import shutil
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from sglang_hetero import cli
+from sglang_hetero.launcher import flags
 from sglang_hetero.launcher import fleet as fleet_module
 from sglang_hetero.launcher.fleet import LOG_BYTES
+from sglang_hetero.launcher.options import Options
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +82,35 @@ def test_busy_port(capsys, tmp_path):
 )
 def test_options_that_cannot_work(capsys, tmp_path, arguments, reason):
     assert reason in fails(capsys, "up", "p2_d1", "--log-dir", str(tmp_path), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("topology", "variable", "reason"),
+    [
+        ("p2_d1", "SGLANG_HETERO=sometimes", "SGLANG_HETERO='sometimes': must be auto, always, off"),
+        ("p2_d1", "SGLANG_HETERO_WINDOWS=3", "SGLANG_HETERO_WINDOWS='3': no such option; is SGLANG_HETERO_WINDOW"),
+        ("mixed_tp1", "SGLANG_HETERO=off", "--decode-env: mixed_tp1 is one server that does both phases"),
+    ],
+)
+def test_variables_of_a_role_that_cannot_work(capsys, topology, variable, reason):
+    assert reason in fails(capsys, "up", topology, "--decode-env", variable)
+
+
+@pytest.mark.parametrize("text", ["SGLANG_HETERO", "=off", "1X=2", "A B=1"])
+def test_a_variable_of_a_role_has_a_name_and_a_value(capsys, text):
+    with pytest.raises(SystemExit):
+        cli.main(("up", "p2_d1", "--prefill-env", text))
+    assert "is not NAME=VALUE" in capsys.readouterr().err
+
+
+def test_variables_of_a_role_may_be_several():
+    parser = argparse.ArgumentParser()
+    flags.add(parser, Options())
+    given = ("--decode-env", "SGLANG_HETERO=off", "--decode-env", "X=a=b", "--prefill-env", "Y=")
+    options = flags.options(parser.parse_args(given))
+    assert options.decode_env == (("SGLANG_HETERO", "off"), ("X", "a=b"))
+    assert options.prefill_env == (("Y", ""),)
+    assert flags.options(parser.parse_args(())).decode_env == ()
 
 
 def test_log_folder_that_cannot_be_made(capsys, tmp_path):

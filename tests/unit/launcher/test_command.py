@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
+from sglang_hetero.errors import OptionError
 from sglang_hetero.launcher import command, topology
 from sglang_hetero.launcher.command import Endpoint
 from sglang_hetero.launcher.options import DType, Options, Router
@@ -78,6 +79,25 @@ def test_environment(monkeypatch):
     assert not set(shell) & set(env), "a fleet is what its options say"
     # The fifth rank of the fleet: the CPUs go round.
     assert command.server_env({}, options, decode, 4)["SGLANG_CPU_OMP_THREADS_BIND"] == "0"
+
+
+def test_options_of_the_transfer_reach_the_servers():
+    shell = {"SGLANG_HETERO": "always", "SGLANG_HETERO_STATE": "push", "SGLANG_HETERO_CACHE": "/models"}
+    options = Options(prefill_env=(("SGLANG_HETERO", "off"), ("OMP_NUM_THREADS", "2")), decode_env=(("X", "a=b"),))
+    prefill, decode = (command.server_env(shell, options, i, 0) for i in topology.parse("p2_d1").instances)
+    assert {name: prefill[name] for name in shell} == {**shell, "SGLANG_HETERO": "off"}
+    assert {name: decode[name] for name in shell} == shell
+    assert (prefill["OMP_NUM_THREADS"], decode["OMP_NUM_THREADS"]) == ("2", "1")
+    assert "X" not in prefill
+    assert decode["X"] == "a=b"
+
+
+def test_a_wrong_option_of_the_transfer_is_refused():
+    instance = topology.parse("p2_d1").instances[1]
+    with pytest.raises(OptionError, match="SGLANG_HETERO_STATE='pusch'"):
+        command.server_env({"SGLANG_HETERO_STATE": "pusch"}, Options(), instance, 0)
+    with pytest.raises(OptionError, match="SGLANG_HETERO_STAET='push': no such option; is SGLANG_HETERO_STATE meant"):
+        command.server_env({}, Options(decode_env=(("SGLANG_HETERO_STAET", "push"),)), instance, 0)
 
 
 def test_every_server_of_a_fleet_has_cpus_of_its_own(monkeypatch):

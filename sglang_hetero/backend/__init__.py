@@ -1,0 +1,1 @@
+"""The transfer inside SGLang: the only package that imports SGLang, beside the CPU reference platform."""

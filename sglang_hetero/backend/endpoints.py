@@ -1,0 +1,172 @@
+"""SGLang's sender and receiver of one request, with our path in front; requests of other pairs take SGLang's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from sglang_hetero.errors import HeteroError
+from sglang_hetero.transfer.decode import Progress
+from sglang_hetero.transfer.sources import SourceSet
+
+from .first_token import write_row
+
+logger = logging.getLogger(__name__)
+
+
+class SenderMixin:
+    """Prefill side. SGLang polls it until the request has arrived or failed, then clears it."""
+
+    kv_mgr: Any
+    bootstrap_room: int
+    conclude_state: Any
+
+    @property
+    def supports_host_tensor_indices(self) -> bool:
+        """Whether SGLang may hand page ids over in pinned memory, to be waited for; ours come as they are."""
+        manager = self.kv_mgr
+        return bool(manager.hetero_cuda and not manager.hetero_owns(self.bootstrap_room))
+
+    def poll(self) -> Any:
+        manager = self.kv_mgr
+        if self.conclude_state is None and manager.hetero_prefill is not None:
+            manager.hetero_prefill.check(self.bootstrap_room)
+            reason = manager.hetero_prefill.failure(self.bootstrap_room)
+            if reason is not None:
+                manager.hetero_fail(self.bootstrap_room, reason)
+        return super().poll()  # type: ignore[misc]
+
+    def clear(self) -> None:
+        super().clear()  # type: ignore[misc]
+        if self.kv_mgr.hetero_prefill is not None:
+            self.kv_mgr.hetero_prefill.release(self.bootstrap_room)
+
+    def abort(self) -> None:
+        if self.kv_mgr.hetero_prefill is not None:
+            self.kv_mgr.hetero_prefill.fail(self.bootstrap_room, "the client gave the request up (prefill)")
+        super().abort()  # type: ignore[misc]
+
+
+class ReceiverMixin:
+    """Decode side. SGLang's scheduler polls it, and frees pages and slot after clear() or failure_exception()."""
+
+    kv_mgr: Any
+    bootstrap_addr: str
+    bootstrap_room: int
+    bootstrap_infos: Any
+    conclude_state: Any
+    prefill_dp_rank: int
+    _hetero: bool = False
+    _source_set: SourceSet | None = None
+    _aux_index: int | None = None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        reason = self.kv_mgr.hetero_refusal(self.bootstrap_addr)
+        if reason is not None:
+            self._fail(reason)
+            return
+        self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr)
+        super().init(prefill_dp_rank)  # type: ignore[misc]
+
+    def _setup_bootstrap_infos(self) -> None:
+        if not self._hetero:
+            super()._setup_bootstrap_infos()  # type: ignore[misc]
+            return
+        self.bootstrap_infos = []  # none of SGLang's own frames goes to these peers
+        try:
+            self._source_set = self.kv_mgr.hetero_sources(self.bootstrap_addr, self.prefill_dp_rank)
+        except HeteroError as error:
+            self._fail(str(error))
+
+    def send_metadata(  # noqa: PLR0917 (SGLang's signature)
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = None,
+        device_kv_indices: Any = None,
+        **others: Any,
+    ) -> None:
+        if not self._hetero or self._source_set is None:
+            if destination is not None:
+                others["destination"] = destination
+            super().send_metadata(  # type: ignore[misc]
+                kv_indices,
+                aux_index,
+                state_indices,
+                decode_prefix_len=decode_prefix_len,
+                device_kv_indices=device_kv_indices,
+                **others,
+            )
+            return
+        try:
+            if decode_prefix_len or device_kv_indices is not None:
+                raise HeteroError("decode's prefix cache and HiSparse are not served between different TP sizes")
+            self._aux_index = aux_index
+            slot = self.kv_mgr.hetero_slot(state_indices)
+            self.kv_mgr.hetero_decode.open(
+                self.bootstrap_room, self._source_set, np.asarray(kv_indices, dtype=np.int64), slot
+            )
+        except HeteroError as error:
+            self._fail(str(error))
+
+    def poll(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        status = super().poll()  # type: ignore[misc]
+        side = self.kv_mgr.hetero_decode
+        if not self._hetero or side is None or not side.holds(self.bootstrap_room):
+            return status
+        if status == KVPoll.Failed:
+            side.fail(self.bootstrap_room, self.kv_mgr.hetero_reason(self.bootstrap_room))
+            return status
+        if self.conclude_state is not None:
+            return self.conclude_state
+        progress = side.poll(self.bootstrap_room)
+        if progress is Progress.COMPLETE:
+            try:
+                assert self._aux_index is not None
+                write_row(self.kv_mgr.hetero_rank.metadata, self._aux_index, side.first(self.bootstrap_room).aux)
+            except HeteroError as error:
+                self._fail(str(error))
+                return KVPoll.Failed
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
+            self.conclude_state = KVPoll.Success
+            return KVPoll.Success
+        if progress is Progress.FAILED:
+            self._fail(side.reason(self.bootstrap_room))
+            return KVPoll.Failed
+        return KVPoll.WaitingForInput
+
+    def clear(self) -> None:
+        self._settle()
+        super().clear()  # type: ignore[misc]
+
+    def failure_exception(self) -> None:
+        self._settle()
+        super().failure_exception()  # type: ignore[misc]
+
+    def abort(self) -> None:
+        if self._hetero and self.kv_mgr.hetero_decode is not None:
+            self.kv_mgr.hetero_decode.fail(self.bootstrap_room, "the client gave the request up (decode)")
+        super().abort()  # type: ignore[misc]
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """SGLang would hold the pages until prefill has drained. Ours are never written by a peer: they are free."""
+        if not self._hetero:
+            super().ensure_abort_notified(force_arm=force_arm)  # type: ignore[misc]
+
+    def _settle(self) -> None:
+        """Nothing of ours touches the request's pages after this; SGLang frees them next."""
+        if self._hetero and self.kv_mgr.hetero_decode is not None:
+            self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
+
+    def _fail(self, reason: str) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed

@@ -1,0 +1,78 @@
+"""Every place where SGLang calls us, in one table; put in by SGLang's own hook registry.
+
+The registry logs what it cannot apply and goes on. So the hooks are applied here at once, and it is looked at whether
+they are there: an error of ours stops the process (plugin.py).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_hetero.errors import UpstreamChanged
+
+from . import conv_axis, selfcheck
+from .classes import BACKENDS, hetero_class
+from .options import Mode, Options
+from .rank import building
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+"""Loaded in the processes that have caches; the others need the class of the bootstrap server only."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """target: SGLang's function. around: called with the original and its arguments. scheduler: only there."""
+
+    target: str
+    around: Callable[..., Any]
+    scheduler: bool
+
+
+def _kv_class(mode: Mode) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+        found = original(transfer_backend, class_type)
+        if transfer_backend.value not in BACKENDS or found is None:
+            return found
+        return hetero_class(found, class_type.value, mode)
+
+    return around
+
+
+def _init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
+    with building(queue):
+        return original(queue)
+
+
+def hooks(mode: Mode) -> tuple[Hook, ...]:
+    """All of them. With mode off our classes only refuse what SGLang's path would get wrong."""
+    return (
+        Hook("sglang.srt.disaggregation.utils.get_kv_class", _kv_class(mode), scheduler=False),
+        Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", _init_kv_manager, True),
+        Hook("sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager", _init_kv_manager, True),
+    )
+
+
+def install(options: Options) -> None:
+    """Put in what this process needs. Raises UpstreamChanged if SGLang is not the one this release was made for."""
+    in_scheduler = SCHEDULER in sys.modules
+    selfcheck.require(selfcheck.BOOTSTRAP + (selfcheck.RANK if in_scheduler else ()))
+    if in_scheduler:
+        conv_axis.repair()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    wanted = [hook for hook in hooks(options.mode) if in_scheduler or not hook.scheduler]
+    for hook in wanted:
+        HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    missing = [hook.target for hook in wanted if not _applied(hook.target)]
+    if missing:
+        raise UpstreamChanged(f"SGLang's hook registry has not applied the hooks on {', '.join(missing)}; see its log")
+
+
+def _applied(target: str) -> bool:
+    path, name = target.rsplit(".", 1)
+    return hasattr(getattr(pkgutil.resolve_name(path), name), "__wrapped__")

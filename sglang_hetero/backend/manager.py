@@ -1,0 +1,385 @@
+"""SGLang's transfer manager of one rank, with our path beside its own.
+
+SGLang constructs it, and its constructor registers memory and starts threads; so everything of ours is made on the way:
+caches described and staging allocated before SGLang's constructor, the sides when the engine is there
+(`register_buffer_to_engine`), the connection to the control service at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sglang_hetero.errors import HeteroError, TransferRefused
+from sglang_hetero.layout.manifest import Side
+from sglang_hetero.transfer import messages
+from sglang_hetero.transfer.counters import Counters
+from sglang_hetero.transfer.decode import DecodeSide
+from sglang_hetero.transfer.engine.base import Engine
+from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.prefill import FirstToken, PrefillSide
+from sglang_hetero.transfer.sources import SourceSet
+
+from . import capability, make
+from .first_token import read_row
+from .options import Mode, read
+from .pairing import Path, Registration, Route, decide, same_layouts
+from .peers import Peers
+from .rank import Rank, current_rank
+from .support import route_reasons
+
+logger = logging.getLogger(__name__)
+
+
+class ManagerMixin:
+    """Put in front of a transfer backend's manager class. Names that SGLang does not know begin with `hetero_`."""
+
+    hetero_mode: Mode
+    hetero_rank: Rank
+    hetero_prefill: PrefillSide | None = None
+    hetero_decode: DecodeSide | None = None
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False, **others: Any
+    ) -> None:
+        import os
+
+        self.hetero_options = read(os.environ)
+        self.hetero_side = Side(disaggregation_mode.value)
+        self.hetero_rank = current_rank(self.hetero_side, args)
+        self.hetero_cuda = self.hetero_rank.device.type == "cuda"
+        self.hetero_drops = Counters()
+        self._hetero_state_types = list(args.state_types)
+        self._hetero_engine: Engine | None = None
+        self._hetero_peers = Peers()
+        self._hetero_memory = None
+        if self._hetero_able:
+            self._hetero_memory = make.staging(self.hetero_rank, self.hetero_options, server_args)
+        elif self.hetero_mode is not Mode.OFF:
+            logger.warning(
+                "%s takes SGLang's own path only: %s", self.hetero_rank.name, self.hetero_rank.here.unsupported
+            )
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend, **others)  # type: ignore[call-arg]
+        if self.hetero_side is Side.PREFILL and self.hetero_mode is not Mode.OFF:
+            threading.Thread(target=self._hetero_announce, name="hetero-announce", daemon=True).start()
+
+    @property
+    def _hetero_able(self) -> bool:
+        """Whether this rank can take our path at all."""
+        return (
+            self.hetero_mode is not Mode.OFF
+            and self.hetero_rank.manifest is not None
+            and not (self.hetero_rank.here.unsupported)
+        )
+
+    # The engine.
+
+    def _registerable_regions(self) -> list[tuple[int, int]]:
+        regions: list[tuple[int, int]] = super()._registerable_regions()  # type: ignore[misc]
+        memory = self._hetero_memory
+        return regions if memory is None else [*regions, (memory.data_ptr(), memory.numel())]
+
+    def register_buffer_to_engine(self) -> None:
+        """All regions in one batch, which MemFabric wants; and a refusal stops the server, which SGLang only logs."""
+        if self._hetero_memory is None:
+            super().register_buffer_to_engine()  # type: ignore[misc]
+            return
+        if self._hetero_engine is None:
+            self._hetero_engine = make.engine(self.engine)  # type: ignore[attr-defined]
+        self._hetero_engine.register(self._registerable_regions())
+        if self.hetero_side is Side.PREFILL and self.hetero_prefill is None:
+            self.hetero_prefill = make.prefill_side(
+                self.hetero_rank,
+                self.hetero_options,
+                self._hetero_engine,
+                self._hetero_memory,
+                post=self._hetero_post,
+                control=self._hetero_peers.send_first,
+                events=self,
+                stall_seconds=self.hetero_options.stall_seconds(make.waiting_timeout()),
+            )
+        elif self.hetero_side is Side.DECODE and self.hetero_decode is None:
+            self.hetero_decode = make.decode_side(
+                self.hetero_rank,
+                self.hetero_options,
+                self._hetero_engine,
+                self._hetero_memory,
+                post=self._hetero_post,
+                endpoint=Endpoint(self.local_ip, self.rank_port),  # type: ignore[attr-defined]
+            )
+
+    def _hetero_post(self, endpoint: Endpoint, payload: bytes) -> None:
+        from sglang.srt.utils.network import NetworkAddress
+
+        address = NetworkAddress(endpoint.host, endpoint.port)
+        self._send_multipart_locked(  # type: ignore[attr-defined]
+            address.to_tcp(), [payload], is_ipv6=address.is_ipv6
+        )
+
+    # Messages.
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], list[bytes] | None]:
+        """SGLang's threads get what is theirs; ours is taken out before. Nothing that arrives may end such a thread."""
+        receive: Callable[[], list[bytes] | None] = super()._make_worker_recv(socket, timeout_ms)  # type: ignore[misc]
+
+        def receive_theirs() -> list[bytes] | None:
+            while True:
+                frames = receive()
+                payload = messages.find(frames) if frames else None
+                if payload is None:
+                    return frames
+                self.hetero_receive(payload)
+
+        return receive_theirs
+
+    def hetero_receive(self, payload: bytes) -> None:
+        """A message of ours, from whoever sent it."""
+        side = self.hetero_prefill or self.hetero_decode
+        try:
+            if side is None:
+                raise TransferRefused("this rank does not take part")
+            side.handle(messages.decode(payload))
+        except HeteroError as error:
+            self._hetero_dropped(error)
+        except Exception:
+            logger.exception("%s: a message could not be handled", self.hetero_rank.name)
+            self._hetero_dropped("an error of ours, see above")
+
+    def _hetero_dropped(self, why: object) -> None:
+        self.hetero_drops.add("dropped")
+        logger.warning("%s: dropped a message: %s", self.hetero_rank.name, why)
+
+    # Prefill.
+
+    def _hetero_announce(self) -> None:
+        """Tell the own server's control service who this rank is, or its bootstrap server why it cannot take part."""
+        address = make.own_bootstrap(self)
+        try:
+            if self.hetero_prefill is None:
+                capability.refuse(address, "; ".join(self.hetero_rank.here.unsupported))
+                return
+            engine, manifest = self._hetero_engine, self.hetero_rank.manifest
+            assert engine is not None and manifest is not None
+            self._hetero_peers.announce(
+                address,
+                manifest,
+                Endpoint(self.local_ip, self.rank_port),  # type: ignore[attr-defined]
+                engine.session,
+                self.hetero_prefill.topology,
+            )
+        except Exception:
+            logger.exception("%s could not announce itself at %s", self.hetero_rank.name, address)
+
+    def add_transfer_request(  # noqa: PLR0917 (SGLang's signature)
+        self,
+        bootstrap_room: int,
+        kv_indices: Any,
+        index_slice: slice,
+        is_last_chunk: bool,
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+        *,
+        wait_event: Any = None,
+        **others: Any,
+    ) -> None:
+        """A chunk that SGLang's scheduler hands over."""
+        side = self.hetero_prefill
+        if side is None or not side.owns(bootstrap_room):
+            super().add_transfer_request(  # type: ignore[misc]
+                bootstrap_room,
+                kv_indices,
+                index_slice,
+                is_last_chunk,
+                aux_index,
+                state_indices,
+                num_kv_tokens,
+                wait_event=wait_event,
+                **others,
+            )
+            return
+        first_page = index_slice.start or 0
+        tokens = num_kv_tokens or 0
+        first = None
+        if is_last_chunk and self._hetero_speaks:
+            assert aux_index is not None
+            metadata = self.hetero_rank.metadata
+            first = FirstToken(
+                int(metadata.output_ids[aux_index][0]),
+                read_row(metadata, aux_index),
+                first_page * self.hetero_rank.here.page_size + tokens,
+            )
+        side.send(
+            bootstrap_room,
+            first_page=first_page,
+            pages=np.asarray(kv_indices, dtype=np.int64),
+            tokens=tokens,
+            last=is_last_chunk,
+            slot=self.hetero_slot(state_indices) if is_last_chunk else -1,
+            first=first,
+            **({} if wait_event is None else {"ready": wait_event.query}),
+        )
+
+    @property
+    def _hetero_speaks(self) -> bool:
+        """Whether this is the one rank of its replica that tells the first token."""
+        manifest = self.hetero_rank.manifest
+        assert manifest is not None
+        place = manifest.coordinates
+        return place.tp_rank == 0 and place.pp_rank == place.pp_size - 1
+
+    def hetero_slot(self, state_indices: list[Any] | None) -> int:
+        """The linear-state slot among the indices that SGLang gives, -1 without."""
+        from sglang.srt.disaggregation.base.conn import StateType
+
+        for kind, indices in zip(self._hetero_state_types, state_indices or (), strict=False):
+            if kind == StateType.MAMBA and indices is not None:
+                return int(np.asarray(indices).reshape(-1)[0])
+        return -1
+
+    def hetero_owns(self, room: int) -> bool:
+        """Whether a request goes our way."""
+        return self.hetero_prefill is not None and self.hetero_prefill.owns(room)
+
+    def hetero_fail(self, room: int, reason: str) -> None:
+        """Let SGLang see that a request has failed."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.record_failure(room, reason)  # type: ignore[attr-defined]
+        self.update_status(room, KVPoll.Failed)  # type: ignore[attr-defined]
+
+    def bound(self, room: int) -> None:
+        """Every decode rank has told where the request goes: SGLang may compute it."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.update_status(room, KVPoll.WaitingForInput)  # type: ignore[attr-defined]
+
+    def succeeded(self, room: int) -> None:
+        """Every decode rank has everything."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.update_status(room, KVPoll.Success)  # type: ignore[attr-defined]
+
+    def failed(self, room: int, reason: str) -> None:
+        """It will not arrive. The sender asks for the reason, also one that is made later (SenderMixin.poll)."""
+
+    def _publish_peer_registration(self, session: str, registration: Any) -> str | None:
+        """A decode rank that takes SGLang's own path has registered: refuse it where that would be wrong."""
+        found: str | None = super()._publish_peer_registration(session, registration)  # type: ignore[misc]
+        peer = Registration(
+            f"decode at {registration.endpoint}",
+            registration.dst_attn_tp_size,
+            len(registration.dst_kv_ptrs),
+            registration.dst_kv_item_len,
+            tuple(registration.dst_kv_item_lens),
+            tuple(length for lengths in registration.dst_state_item_lens for length in lengths),
+            tuple(dim for dims in registration.dst_state_dim_per_tensor for dim in dims),
+        )
+        mode = Mode.OFF if self.hetero_mode is Mode.ALWAYS else self.hetero_mode
+        decision = decide(mode, self.hetero_rank.here, peer, capable=False)
+        if decision.path is not Path.REFUSED:
+            return found
+        with self.session_lock:  # type: ignore[attr-defined]
+            self.state_layout_rejections[session] = decision.reason  # type: ignore[attr-defined]
+        return decision.reason
+
+    # Decode.
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Which path requests of this prefill server take. False: it is not ready, SGLang asks again."""
+        if bootstrap_addr in self.prefill_info_table:  # type: ignore[attr-defined]
+            return True
+        try:
+            server = capability.ask(bootstrap_addr)
+            if server is None:
+                return False
+            decision = self._hetero_decide(server)
+        except HeteroError as error:
+            logger.info("%s: %s", bootstrap_addr, error)
+            return False
+        if decision is None:
+            return False
+        logger.info("%s: %s", bootstrap_addr, decision.reason)
+        self._hetero_peers.decide(bootstrap_addr, decision)
+        if decision.path is Path.UPSTREAM:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
+        info = server.info
+        info.target_tp_rank, info.target_tp_ranks = 0, list(range(info.attn_tp_size))
+        info.target_cp_ranks, info.target_pp_ranks = [0], list(range(info.pp_size))
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+        self.prefill_info_table[bootstrap_addr] = info  # type: ignore[attr-defined]
+        return True
+
+    def _hetero_decide(self, server: capability.PrefillServer) -> Any:
+        """The path, or None while the server's ranks are not all known."""
+        info, offer, rank = server.info, server.capability, self.hetero_rank
+        same = False
+        unsupported = route_reasons(info)
+        if offer is not None and server.capable:
+            unsupported += offer.unsupported
+            if self.hetero_decode is not None and not unsupported:
+                topology = self._hetero_join(server.address, offer.control_port, dp_rank=0)
+                if topology is None:
+                    return None
+                same = same_layouts(topology.sources, self.hetero_decode.manifest)
+        mode = self.hetero_mode
+        if offer is not None and offer.mode == Mode.ALWAYS and mode is Mode.AUTO:
+            mode = Mode.ALWAYS
+        peer = Route(
+            f"prefill at {server.address}",
+            info.attn_tp_size,
+            info.page_size,
+            info.kv_cache_dtype,
+            repaired=offer is not None,
+            unsupported=tuple(unsupported),
+        )
+        return decide(mode, rank.here, peer, capable=server.capable, same_layout=same)
+
+    def _hetero_join(self, address: str, control_port: int, dp_rank: int) -> SourceSet | None:
+        assert self.hetero_decode is not None
+        return self._hetero_peers.join(address, control_port, dp_rank, self.hetero_decode)
+
+    def hetero_takes(self, address: str) -> bool:
+        """Whether requests of this prefill server take our path."""
+        return self._hetero_peers.path(address) is Path.OURS
+
+    def hetero_refusal(self, address: str) -> str | None:
+        """Why requests of this prefill server fail; it is asked anew for the next one, since servers are restarted."""
+        reason = self._hetero_peers.refusal(address)
+        if reason is not None:
+            self.prefill_info_table.pop(address, None)  # type: ignore[attr-defined]
+        return reason
+
+    def hetero_sources(self, address: str, dp_rank: int) -> SourceSet:
+        """The ranks of a prefill replica. Raises HeteroError if they do not go together with this rank."""
+        assert self.hetero_decode is not None
+        return self._hetero_peers.sources(address, dp_rank, self.hetero_decode)
+
+    def hetero_reason(self, room: int) -> str:
+        """What SGLang has recorded as the cause of a request's failure."""
+        with self.failure_lock:  # type: ignore[attr-defined]
+            return str(self.failure_records.get(room) or "SGLang has failed the request")  # type: ignore[attr-defined]
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
+        self._hetero_peers.forget(failed_bootstrap_addr)
+
+    # For status pages and tests.
+
+    def hetero_state(self) -> dict[str, int]:
+        """What our path holds at the moment: requests, units of staging, writes in flight."""
+        side = self.hetero_prefill or self.hetero_decode
+        return {} if side is None else side.state
+
+    @property
+    def hetero_counters(self) -> dict[str, int]:
+        """What our path has moved, refused and dropped."""
+        side = self.hetero_prefill or self.hetero_decode
+        counts = self.hetero_drops.snapshot()
+        for name, count in (side.counters.snapshot() if side is not None else {}).items():
+            counts[name] = counts.get(name, 0) + count
+        return counts

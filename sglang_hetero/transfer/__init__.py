@@ -1,0 +1,1 @@
+"""Moving the pieces of a request from prefill to decode: engines, staging, messages and the life of a request."""

@@ -1,0 +1,217 @@
+"""A rank's connection to the control service. One thread has the socket; others hand messages over through a queue."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+import zmq
+
+from sglang_hetero.errors import ControlError, MessageError
+
+from .. import fields, messages
+from ..messages import FirstGeneration, Message, Ping, Topology, TopologyRequest
+from . import common
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 3.0
+"""Between two signs of life: so long a first token that was parked over a break of the connection has to wait."""
+MAX_UNSENT = 4096
+"""Messages that wait here while the service is away; then `send` raises."""
+FIRST_ASK_SECONDS = 0.25
+LAST_ASK_SECONDS = 4.0
+"""A topology is asked for again after the first, then after twice as long each time, up to the second: a service that
+was away for long must not find a pile of questions."""
+
+
+class ControlClient:
+    """Connected from construction to `close`; reconnects by itself.
+
+    identity: of `messages.control_identity`. incarnation: of this process. on_message: called in the client's thread
+    with each FirstGeneration and each ready Topology; it must not wait for the service (so not call `topology`), and
+    what it raises is counted and logged. `failure` is the error that ended the thread, else None.
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        identity: bytes,
+        incarnation: str,
+        on_message: Callable[[Message], None],
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
+        self.address = f"{host}:{port}"
+        self.failure: BaseException | None = None
+        self._incarnation, self._on_message, self._heartbeat = incarnation, on_message, heartbeat_seconds
+        self._faults = common.Faults(f"client of the control service at {self.address}", log)
+        self._unsent: deque[bytes] = deque()
+        self._condition = threading.Condition()
+        self._heard: dict[int, tuple[int, Topology]] = {}  # by dp_rank: how many answers, and the newest
+        self._ping = messages.encode(Ping(incarnation=incarnation))
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        try:
+            common.prepare(self._socket, fields.MAX_TOPOLOGY_BYTES)
+            self._socket.set(zmq.ROUTING_ID, identity)
+            self._socket.connect(common.endpoint(host, port))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ControlError(f"no connection to a control service at {self.address} is possible: {error}") from None
+        self._wake = common.Wake()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"hetero-control-client-{port}", daemon=True)
+        self._thread.start()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often what went wrong, by kind."""
+        return self._faults.counts
+
+    def send(self, message: Message) -> None:
+        """Hand a message over for sending; never blocks. Raises MessageError for one that cannot be sent, ControlError
+        if the client has ended or the service has been away for so long that MAX_UNSENT wait."""
+        payload = messages.encode(message)
+        with self._condition:
+            self._check_running()
+            if len(self._unsent) >= MAX_UNSENT:
+                raise ControlError(
+                    f"{len(self._unsent)} messages wait for the control service at {self.address}; "
+                    "is prefill's server up and its host reachable?"
+                )
+            self._unsent.append(payload)
+        self._wake.set()
+
+    def topology(self, timeout: float, dp_rank: int = 0) -> Topology:
+        """All ranks of a prefill replica, asked for now. Blocks at most `timeout` seconds, then raises ControlError."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("topology() in the client's own thread would wait for itself")
+        deadline, pause = time.monotonic() + timeout, FIRST_ASK_SECONDS
+        with self._condition:
+            before, _ = self._heard.get(dp_rank, (0, None))
+        while True:
+            self.send(TopologyRequest(incarnation=self._incarnation, dp_rank=dp_rank))
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._ended or self._ready(dp_rank, before), min(pause, deadline - time.monotonic())
+                )
+                self._check_running()
+                if found := self._ready(dp_rank, before):
+                    return found
+                count, newest = self._heard.get(dp_rank, (0, None))
+            if time.monotonic() >= deadline:
+                why = newest.reason if newest and count > before else "it does not answer"
+                raise ControlError(
+                    f"the control service at {self.address} has not named the ranks of prefill replica {dp_rank} "
+                    f"within {timeout:g} s: {why}"
+                )
+            pause = min(2 * pause, LAST_ASK_SECONDS)
+
+    def _ready(self, dp_rank: int, before: int) -> Topology | None:
+        """A topology heard since the answer number `before`. The condition is held."""
+        count, newest = self._heard.get(dp_rank, (0, None))
+        return newest if newest and newest.ready and count > before else None
+
+    @property
+    def _ended(self) -> bool:
+        return self._closing or self.failure is not None
+
+    def _check_running(self) -> None:
+        if self._ended:
+            why = f"has failed: {self.failure}" if self.failure else "is closed"
+            raise ControlError(f"the client of the control service at {self.address} {why}")
+
+    def close(self) -> None:
+        """Send what waits if that can be done at once, stop, free everything; may be called again.
+        Takes at most CLOSE_SECONDS and LINGER_MS."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._wake.set()
+        if threading.current_thread() is self._thread:
+            return  # from the callback: the thread ends after it
+        self._thread.join(common.CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.error("client of the control service at %s does not end; its thread is left behind", self.address)
+
+    def __enter__(self) -> "ControlClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+            self._flush()
+        except BaseException as error:
+            log.critical("client of the control service at %s has ended", self.address, exc_info=True)
+            with self._condition:
+                self.failure = error
+                self._condition.notify_all()
+        finally:
+            self._context.destroy(linger=common.LINGER_MS)
+            self._wake.close()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake.fileno(), zmq.POLLIN)
+        beat = time.monotonic()
+        while not self._closing:
+            now = time.monotonic()
+            if now >= beat:
+                beat = now + self._heartbeat
+                if not self._unsent:  # whatever else is sent is a sign of life as well
+                    self._unsent.append(self._ping)
+            self._flush()
+            poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
+            poller.poll(max(0, math.ceil((beat - now) * 1000)))
+            self._wake.clear()
+            for _ in range(common.DRAIN):
+                try:
+                    frames = self._socket.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                self._receive(frames)
+
+    def _flush(self) -> None:
+        """Send until the connection takes no more. Only this thread takes from the queue."""
+        while self._unsent:
+            try:
+                self._socket.send(self._unsent[0], zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        name = "message"
+        try:
+            if len(frames) != 1:
+                raise MessageError(f"{len(frames)} frames, must be one")
+            message = messages.decode(frames[0], limit=fields.MAX_TOPOLOGY_BYTES)
+            name = type(message).__name__
+            if isinstance(message, Topology):
+                with self._condition:
+                    count, _ = self._heard.get(message.dp_rank, (0, None))
+                    self._heard[message.dp_rank] = (count + 1, message)
+                    self._condition.notify_all()
+                if message.ready:
+                    self._on_message(message)
+            elif isinstance(message, FirstGeneration):
+                self._on_message(message)
+            else:
+                raise MessageError("the control service has no business sending it")
+        except MessageError as error:
+            self._faults.note(f"bad {name}", error)
+        except Exception as error:
+            self._faults.note(f"{type(error).__name__} at {name}", error, traceback=True)

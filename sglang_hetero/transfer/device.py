@@ -1,0 +1,67 @@
+"""Streams and their completion, the same for a CPU, an NPU and a GPU: the only place of the transfer that asks which.
+
+torch's generic device module (`torch.get_device_module`) gives streams and events by device type, so that nothing here
+names a vendor. On a CPU work is complete when the call returns.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Done = Callable[[], bool]
+"""Whether work that was enqueued before is complete; never blocks."""
+
+
+def at_once() -> bool:
+    """The `Done` of work that is complete already."""
+    return True
+
+
+class Lane:
+    """A stream of its own on which one worker thread puts copies, apart from the model's forward passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = device
+        self._stream: Any = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Copies that are enqueued inside go to this lane; they are complete when the block is left."""
+        if self._module is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = self._module.Stream(device=self._device)
+        with self._module.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+class ForwardLane:
+    """The stream of the model's forward passes; what is enqueued here runs between two of them."""
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        """stream: SGLang's forward stream; None for the current one, which it is without the overlap schedule."""
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream = stream
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Copies that are enqueued inside go between the forward passes."""
+        if self._module is None or self._stream is None:
+            yield
+            return
+        with self._module.stream(self._stream):
+            yield
+
+    def done(self) -> Done:
+        """Tells when all that was enqueued up to now is complete."""
+        if self._module is None:
+            return at_once
+        event = self._module.Event()
+        event.record(self._stream) if self._stream is not None else event.record()
+        query: Done = event.query
+        return query

@@ -1,0 +1,144 @@
+"""What Mooncake and MemFabric have in common: SGLang made the native engine, and its calls have limits and codes."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+
+from .base import Batch, EngineError, Region, check_batch, check_regions, describe, split
+
+Code = int | str
+"""What a native call returned (0: success), or the text of what it raised."""
+NativeTransfer = Callable[[str, list[int], list[int], list[int]], int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """descriptors: of one native call. outstanding: of all calls to one peer that are under way together."""
+
+    descriptors: int
+    outstanding: int
+
+
+class NativeEngine(ABC):
+    """An `Engine` on SGLang's object around a native one: anything with `.engine` and `.session_id`.
+
+    It owns only what it registers; the native engine stays SGLang's, which makes, shares and ends it. A native call
+    that fails raises and changes nothing else: no peer is shut out for it.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, upstream: Any, limits: Limits) -> None:
+        self._native = upstream.engine
+        self._session = str(upstream.session_id)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._registered: list[int] = []
+        self._closed = False
+
+    @property
+    def session(self) -> str:
+        return self._session
+
+    def register(self, regions: Sequence[Region]) -> None:
+        self._refuse_closed()
+        addresses, sizes = check_regions(regions)
+        code = call(self._native.batch_register_memory, addresses, sizes)
+        if code != 0:
+            raise EngineError(
+                f"{self.name} refused to register {len(sizes)} regions, {sum(sizes)} bytes (code {code}); "
+                f"{self._register_remedy(code)}",
+                settled=True,
+            )
+        with self._lock:
+            self._registered += addresses
+
+    def write(self, session: str, sources: npt.ArrayLike, destinations: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
+        batch = check_batch(sources, destinations, sizes)
+        self._transfer("write", self._native.batch_transfer_sync_write, session, batch)
+
+    def read(self, session: str, local: npt.ArrayLike, remote: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
+        batch = check_batch(local, remote, sizes)
+        self._transfer("read", self._native.batch_transfer_sync_read, session, batch)
+
+    def close(self) -> None:
+        with self._lock:
+            addresses, self._registered, self._closed = self._registered, [], True
+        if addresses:
+            # Its code says nothing that could still be acted upon.
+            call(self._unregister, addresses)
+
+    @abstractmethod
+    def _unregister(self, addresses: list[int]) -> int: ...
+
+    @abstractmethod
+    def _register_remedy(self, code: Code) -> str:
+        """What to do about a refused registration."""
+
+    @abstractmethod
+    def _peer_gone(self, session: str) -> bool:
+        """After a failure: whether it is certain that the peer's process has ended."""
+
+    @abstractmethod
+    def _transfer_remedy(self) -> str:
+        """What a failed transfer may be due to, and where the engine tells more."""
+
+    def _transfer(self, what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
+        self._refuse_closed()
+        with self._lock:
+            peer = self._peers.setdefault(session, _Peer(self._limits.outstanding))
+        for part in split(batch, descriptors=self._limits.descriptors, first=1 if peer.in_doubt else None):
+            with peer.room(len(part)):
+                code = call(native, session, part.local.tolist(), part.remote.tolist(), part.sizes.tolist())
+            # A failed call leaves descriptors in the engine's queue that nobody can count. Until one gets through, the
+            # peer is tried with a single descriptor, so that what is left cannot pile up to an overflow.
+            peer.in_doubt = code != 0
+            if code != 0:
+                raise self._failure(what, session, part, code)
+
+    def _failure(self, what: str, session: str, part: Batch, code: Code) -> EngineError:
+        gone = self._peer_gone(session)
+        cause = "nobody listens there any more" if gone else self._transfer_remedy()
+        message = f"{self.name} {what} failed (code {code}): {describe(part, session)}; {cause}"
+        return EngineError(message, peer_gone=gone, settled=gone)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError(f"this {self.name} engine is closed", settled=True)
+
+
+class _Peer:
+    """How many descriptors of calls to one peer are under way, in all threads."""
+
+    def __init__(self, outstanding: int) -> None:
+        self._free = outstanding
+        self._freed = threading.Condition()
+        # Whoever waits for room holds this, so that small calls do not starve a large one.
+        self._queue = threading.Lock()
+        self.in_doubt = False
+
+    @contextmanager
+    def room(self, descriptors: int) -> Iterator[None]:
+        with self._queue, self._freed:
+            self._freed.wait_for(lambda: self._free >= descriptors)
+            self._free -= descriptors
+        try:
+            yield
+        finally:
+            with self._freed:
+                self._free += descriptors
+                self._freed.notify()
+
+
+def call(native: Callable[..., int], *arguments: object) -> Code:
+    """The code of a native call, or what it raised: neither may pass for success."""
+    try:
+        return native(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,74 @@
+"""Destination side, one request: what has arrived for it, what is merged, what it still waits for. Books only."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from . import messages
+from .device import Done
+from .lifetime import Receiving
+from .outbox import Ids
+from .pieces import Coverage, Piece, StageProgram, StateMode
+from .sources import SourceSet
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A piece all of whose sharers have written: ready to be merged."""
+
+    stage: int
+    seq: int
+    """Its number in the stage's sequence, or among the stage's reads if `pulled`."""
+    piece: Piece
+    pulled: bool = False
+
+    @property
+    def unit(self) -> int:
+        """Number of its unit, modulo the window."""
+        return self.seq
+
+
+@dataclass
+class Inbox:
+    """One request at a decode rank."""
+
+    room: int
+    epoch: int
+    source_set: SourceSet
+    mode: StateMode
+    programs: tuple[StageProgram, ...]
+    machine: Receiving[Piece]
+    coverage: Coverage
+    pages: Ids
+    """Ids of its pages in this rank's pool."""
+    page_tensor: torch.Tensor
+    """The same on the pool's device."""
+    slot: int
+    slot_tensor: torch.Tensor | None
+    opened: float
+    """When it was opened, on the clock of the side; then when something last happened."""
+    progress: float
+    units: tuple[tuple[int, ...], ...] = ()
+    """Per stage the offsets of its window in the arena."""
+    state_ready: deque[Arrived] = field(default_factory=deque)
+    """Linear state that the scheduler thread will merge."""
+    state_enqueued: list[tuple[Done, Arrived]] = field(default_factory=list)
+    """Linear state whose merge has been enqueued on the device and may not be complete."""
+    first: messages.FirstGeneration | None = None
+    running: int = 0
+    """Merges that a worker has begun and not ended: pages must not be freed before it is 0."""
+    reading: int = 0
+    """Reads from a source (mode pull) that have not returned: they write into the request's units."""
+    to_read: deque[Arrived] = field(default_factory=deque)
+    """What is still to be read, in mode pull."""
+    batch: list[Arrived] = field(default_factory=list)
+    """What is being read now, in mode pull."""
+    unmerged: int = 0
+    """Pieces of `batch` that have been read and not been merged."""
+    digests: dict[tuple[int, int], dict[int, bytes]] = field(default_factory=dict)
+    """In verification mode, per stage and seq what the sharers say that their bytes are."""
+    fault: str = ""
+    """Why the request must not succeed although all has arrived."""

@@ -1,0 +1,20 @@
+"""What both sides of a transfer need of the process around them: a way to post messages, and the peer's address."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank receives control messages."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+Post = Callable[[Endpoint, bytes], None]
+"""Send one encoded message to a rank, from any thread. Raises OSError or zmq's ZMQError (not derived from it) when the
+peer cannot be reached; it never blocks longer than the bound of the socket behind it."""

@@ -1,0 +1,86 @@
+"""Destination side, mode pull: read what was not pushed from the sources' caches into the request's units.
+
+Batch by batch: as many pieces as the window has units are read from all sources, then merged, then the next ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+
+from .engine.base import Engine
+from .inbox import Arrived, Inbox
+from .outbox import Ids
+
+Read = tuple[int, Any, Any, Any]
+"""Number of a source, and where from, where to and how many bytes: arrays of uint64."""
+
+
+def pieces_to_read(inbox: Inbox) -> deque[Arrived]:
+    """Everything that mode pull reads of a request, in pieces that fit a unit, numbered per stage."""
+    assert inbox.first is not None
+    found: deque[Arrived] = deque()
+    for stage, program in enumerate(inbox.programs):
+        for number, piece in enumerate(program.reads(inbox.first.tokens)):
+            found.append(Arrived(stage, number, piece, pulled=True))
+    return found
+
+
+def next_batch(todo: deque[Arrived], units: Sequence[Sequence[int]]) -> list[Arrived]:
+    """The next pieces that have a unit each: at most a window's of one stage."""
+    batch: list[Arrived] = []
+    while (
+        todo
+        and todo[0].stage == (batch[0].stage if batch else todo[0].stage)
+        and len(batch) < len(units[todo[0].stage])
+    ):
+        batch.append(todo.popleft())
+    return batch
+
+
+def reads_of(inbox: Inbox, batch: Sequence[Arrived], arena: int, pages: Ids, slot: int) -> list[Read]:
+    """What to read from each source; pages and slot: at the sources. arena: address of the staging memory."""
+    window = inbox.source_set.window
+    found: dict[int, list[tuple[Any, Any, Any]]] = {}
+    for arrived in batch:
+        units = inbox.units[arrived.stage]
+        unit = arena + units[arrived.unit % len(units)]
+        for side in inbox.source_set.sides:
+            for _, moves in side.descriptors(arrived.piece, pages, slot):
+                area = np.uint64(unit + window.areas[side.source][0])
+                found.setdefault(side.source, []).append((moves.source, moves.staged + area, moves.sizes))
+    reads: list[Read] = []
+    for source, parts in sorted(found.items()):
+        remote, local, sizes = (np.concatenate([part[which] for part in parts]) for which in range(3))
+        reads.append((source, remote, local, sizes))
+    return reads
+
+
+class Puller:
+    """Runs reads on threads and reports each."""
+
+    def __init__(self, engine: Engine, executor: Executor) -> None:
+        self._engine, self._executor = engine, executor
+
+    def start(self, inbox: Inbox, reads: Sequence[Read], done: Callable[[Inbox, int, str], None]) -> None:
+        """Begin to read; `done` is told each source's number and what went wrong, or an empty text."""
+        for read in reads:
+            self._executor.submit(self._read, inbox, read, done)
+
+    def _read(self, inbox: Inbox, read: Read, done: Callable[[Inbox, int, str], None]) -> None:
+        source, remote, local, sizes = read
+        problem = ""
+        try:
+            self._engine.read(inbox.source_set.sessions[source], local, remote, sizes)
+        except Exception as error:
+            label = inbox.source_set.sources[source].label
+            problem = f"could not read from {label}: {type(error).__name__}: {error}"
+        done(inbox, source, problem)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

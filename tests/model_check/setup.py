@@ -1,0 +1,92 @@
+"""What is explored: how many of everything, which faults may happen, and the classes to drive."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from sglang_hetero.transfer.lifetime import Epochs, Receiving, Sending, Stage
+
+ROOMS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many times each fault may happen in one run."""
+
+    receiver_aborts: int = 0
+    source_aborts: int = 0
+    write_failures: int = 0
+    in_doubt: bool = False
+    """Whether bytes of a failed write may still arrive, until the session is closed."""
+    duplicates: int = 0
+    crashes: int = 0
+    contradictions: int = 0
+    """A source announces another piece by a number than the one that it wrote."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Requests x sources x destinations, and the bounds of the exploration."""
+
+    name: str
+    stages: tuple[tuple[int, ...], ...] = ((0, 1),)
+    """Source numbers of each stage."""
+    destinations: int = 1
+    requests: int = 1
+    orders: tuple[tuple[int, ...], ...] = ()
+    """Per destination the order in which requests ask for units; empty: ascending everywhere."""
+    same_room: bool = False
+    """The requests use one room, one after the other: request number = epoch."""
+    windows: int = 1
+    """How many requests' units a destination's arena has."""
+    window: int = 1
+    batch: int = 1
+    """Pieces that a source writes at a time at most."""
+    chunks: tuple[int, ...] = (1,)
+    """Pieces per stage of each of prefill's chunks."""
+    sharers: tuple[tuple[int, ...], ...] = ()
+    """Per piece the sources that have a share, by their place in the stage; empty: all have one of each."""
+    eager: bool = True
+    """Prefill runs at once when all destinations are bound; otherwise whenever."""
+    joined_totals: bool = False
+    """The total comes with the last announcement, as it does in practice; otherwise in any order with all others."""
+    ack_overtakes_bind: bool = False
+    """Whether an Ack may reach a source before the Bind and is lost; then a room may be stuck."""
+    merges_take_time: bool = True
+    """Otherwise a merge ends as it begins; makes room for more of everything else."""
+    pulls: bool = False
+    budget: Budget = field(default_factory=Budget)
+    make_sending: Callable[[int], Any] = Sending
+    make_receiving: Callable[[tuple[Stage, ...], bool], Any] = Receiving
+    make_epochs: Callable[[int], Any] = Epochs
+
+    @cached_property
+    def sources(self) -> int:
+        return sum(len(stage) for stage in self.stages)
+
+    @cached_property
+    def pieces(self) -> int:
+        """Of each stage."""
+        return sum(self.chunks)
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """Stage by source number."""
+        return {source: index for index, stage in enumerate(self.stages) for source in stage}
+
+    @cached_property
+    def sharing(self) -> dict[tuple[int, int], frozenset[int]]:
+        """By stage and seq: numbers of the sources that have a share of the piece."""
+        return {
+            (index, seq): frozenset(stage if not self.sharers else (stage[place] for place in self.sharers[seq]))
+            for index, stage in enumerate(self.stages)
+            for seq in range(self.pieces)
+        }
+
+    def identity(self, request: int) -> tuple[int, int]:
+        """Room and epoch of a request."""
+        return (0, request) if self.same_room else (request, 0)
+
+    def order(self, destination: int) -> tuple[int, ...]:
+        return self.orders[destination] if self.orders else tuple(range(self.requests))
