@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sglang_hetero.errors import HeteroError
-from sglang_hetero.transfer.decode import Progress
+from sglang_hetero.transfer.reception import Progress
 from sglang_hetero.transfer.sources import SourceSet
 
 from .first_token import write_row
@@ -22,6 +22,11 @@ class SenderMixin:
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, **others: Any) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, **others)  # type: ignore[call-arg]
+        if mgr.hetero_prefill is not None:
+            mgr.hetero_prefill.claim(bootstrap_room)
 
     @property
     def supports_host_tensor_indices(self) -> bool:
@@ -59,6 +64,7 @@ class ReceiverMixin:
     conclude_state: Any
     prefill_dp_rank: int
     _hetero: bool = False
+    """Whether the request takes our path."""
     _source_set: SourceSet | None = None
     _aux_index: int | None = None
 
@@ -122,24 +128,27 @@ class ReceiverMixin:
             return status
         if status == KVPoll.Failed:
             side.fail(self.bootstrap_room, self.kv_mgr.hetero_reason(self.bootstrap_room))
-            return status
-        if self.conclude_state is not None:
-            return self.conclude_state
+        if self.conclude_state is None:
+            self._advance()
+        return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
+
+    def _advance(self) -> None:
+        """Let what has arrived be merged; conclude the request if that was all, or if it has failed."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        side = self.kv_mgr.hetero_decode
         progress = side.poll(self.bootstrap_room)
-        if progress is Progress.COMPLETE:
+        if progress is Progress.FAILED:
+            self._fail(side.reason(self.bootstrap_room))
+        elif progress is Progress.COMPLETE:
             try:
                 assert self._aux_index is not None
                 write_row(self.kv_mgr.hetero_rank.metadata, self._aux_index, side.first(self.bootstrap_room).aux)
             except HeteroError as error:
                 self._fail(str(error))
-                return KVPoll.Failed
+                return
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
             self.conclude_state = KVPoll.Success
-            return KVPoll.Success
-        if progress is Progress.FAILED:
-            self._fail(side.reason(self.bootstrap_room))
-            return KVPoll.Failed
-        return KVPoll.WaitingForInput
 
     def clear(self) -> None:
         self._settle()

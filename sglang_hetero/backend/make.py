@@ -10,14 +10,15 @@ import torch
 from sglang_hetero.errors import UpstreamChanged
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.transfer import messages
-from sglang_hetero.transfer.decode import DecodeSide, Identity, Settings
+from sglang_hetero.transfer.decode import DecodeSide
 from sglang_hetero.transfer.device import ForwardLane, Lane
 from sglang_hetero.transfer.engine.base import Engine
 from sglang_hetero.transfer.link import Endpoint
-from sglang_hetero.transfer.mover import PackBuffers
 from sglang_hetero.transfer.pieces import unit_bytes_for
 from sglang_hetero.transfer.prefill import PrefillSide
+from sglang_hetero.transfer.reception import Identity, Settings
 from sglang_hetero.transfer.staging import ARENA_ALIGN, arena_bytes, check_budget
+from sglang_hetero.transfer.writer import PackBuffers
 
 from .options import Options
 from .rank import Rank

@@ -22,7 +22,6 @@ from sglang_hetero.launcher.options import Options
 from sglang_hetero.launcher.ports import Ports
 from sglang_hetero.launcher.process import Supervised
 from sglang_hetero.launcher.topology import Instance, Role, Topology
-from sglang_hetero.layout.window import ConvLayout
 
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 10.0
@@ -115,11 +114,6 @@ class Fleet:
             f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}, "
             f"prefill steps of {self.options.chunk} tokens; logs in {log_dir}"
         )
-        if self.topology.has_unequal_tp and self.options.conv_layout is ConvLayout.WINDOW_FIRST:
-            self._say(
-                "note: upstream transfers window-first conv states wrongly between unequal TP sizes: answers will be "
-                "fluent and wrong (docs/upstream_faults.md)"
-            )
         safe = self.options.default_chunk(unequal_tp=True)
         if self.topology.has_unequal_tp and self.options.chunk > safe:
             self._say(

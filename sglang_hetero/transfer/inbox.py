@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_hetero.errors import ProtocolError
+
 from . import messages
 from .device import Done
-from .lifetime import Receiving
+from .lifetime import Receiving, ReceivingStatus
 from .outbox import Ids
 from .pieces import Coverage, Piece, StageProgram, StateMode
 from .sources import SourceSet
+from .staging import STAGING_OPTION, Arena
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,34 @@ class Inbox:
     """In verification mode, per stage and seq what the sharers say that their bytes are."""
     fault: str = ""
     """Why the request must not succeed although all has arrived."""
+
+    def totals(self, message: messages.FirstGeneration) -> dict[int, int]:
+        """Pieces per stage that prefill must have sent, from what its scheduler says of the chunks.
+
+        Raises ProtocolError if it speaks of another prefill server or another prompt.
+        """
+        if message.topology != self.source_set.topology:
+            raise ProtocolError(f"it is of topology {message.topology}, bound was {self.source_set.topology}")
+        wanted = -(-message.tokens // self.programs[0].page_size)
+        if wanted != len(self.pages) or len(message.page_ids) != wanted:
+            raise ProtocolError(
+                f"a prompt of {message.tokens} tokens has {wanted} pages; {len(message.page_ids)} at prefill, "
+                f"{len(self.pages)} here"
+            )
+        return {
+            stage: len(program.whole(message.chunks, message.tokens)) for stage, program in enumerate(self.programs)
+        }
+
+    def overdue(self, now: float, window_seconds: float, stall_seconds: float, units: Arena) -> str:
+        """Why the request has waited too long, or an empty text: for units, or for anything to happen."""
+        status, idle = self.machine.status, now - self.progress
+        if status is ReceivingStatus.QUEUED and now - self.opened > window_seconds:
+            return (
+                f"no units of staging for {now - self.opened:.0f} s: {units.held} of {units.units} are in use, "
+                f"{units.quarantined} wait for a writer; raise {STAGING_OPTION}"
+            )
+        if status is ReceivingStatus.OPEN and idle > stall_seconds:
+            sources = ", ".join(source.label for source in self.source_set.sources)
+            lacking = self.coverage.missing() or "the first token"
+            return f"nothing has arrived for {idle:.0f} s from {sources}: {lacking} is missing"
+        return ""

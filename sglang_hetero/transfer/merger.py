@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from sglang_hetero.layout.component import Item
-from sglang_hetero.merge.assemble import Assembler
+from sglang_hetero.merge.assemble import Assembler, Memory
 
+from . import verify
 from .inbox import Arrived, Inbox
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,17 @@ def merge(arena: torch.Tensor, assembler: Assembler, inbox: Inbox, arrived: Arri
         else:
             assert inbox.slot_tensor is not None
             assembler.merge_slot(role, piece.layer, inbox.slot_tensor, areas)
+
+
+def differences(memory: Memory, inbox: Inbox, arrived: Arrived, said: Mapping[int, bytes]) -> str:
+    """What differs between what a piece's sources say that their bytes are and the caches here, or an empty text.
+
+    said: digests by source number. The piece has been merged.
+    """
+    plan, piece = inbox.source_set.plan, arrived.piece
+    own = verify.destination_digests(plan, piece, memory, inbox.pages, inbox.slot)
+    found = verify.compare(plan, piece, said, own)
+    return f"{piece} differs from what prefill has: {found}" if found else ""
 
 
 class MergeWorker:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hetero.errors import ProtocolError
 from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.manifest import Manifest
-from sglang_hetero.reshard.plan import Plan
+from sglang_hetero.reshard.plan import Plan, plan
 
+from . import messages
 from .device import Done, at_once
 from .lifetime import Sending, SendingStatus
 from .link import Endpoint
@@ -53,6 +55,13 @@ class Peer:
         if key not in self.programs:
             self.programs[key] = StageProgram(self.plan, stage, pages_per_piece, mode)
         return self.programs[key]
+
+    def prepare(self, sources: tuple[Manifest, ...], number: int) -> tuple[Plan, SourceSide]:
+        """The plan for this destination and what source `number` of it sends, made once. Raises HeteroError."""
+        if self.plan is None or self.side is None:
+            self.plan = plan(sources, self.manifest)
+            self.side = SourceSide(self.plan, number)
+        return self.plan, self.side
 
 
 @dataclass(frozen=True)
@@ -150,3 +159,38 @@ class Outbox:
             destination.chunks += 1
             if chunk.last:
                 destination.sending.close()
+
+
+def destination_of(message: messages.Bind, peer: Peer, sources: tuple[Manifest, ...], number: int) -> Destination:
+    """Where a decode rank wants a request to go, from what it says and from our own plan.
+
+    sources: all ranks of the prefill replica; number: of this one. Raises HeteroError, naming both sides, where they
+    do not mean the same or the window does not lie in the peer's arena.
+    """
+    made, side = peer.prepare(sources, number)
+    own = sources[number]
+    fingerprint = made.fingerprint_of(number)
+    if fingerprint != message.fingerprint:
+        raise ProtocolError(
+            f"{own.label} and {peer.label} do not plan the same: {fingerprint} against {message.fingerprint}; install "
+            "the same release of sglang-hetero on both sides"
+        )
+    end = max(message.units, default=0) + message.area_offset + message.area_bytes
+    if not message.units or end > peer.arena_bytes:
+        raise ProtocolError(f"{peer.label}: the window ends at byte {end} of an arena of {peer.arena_bytes}")
+    need = side.area_bytes(message.pages_per_piece)
+    if need > message.area_bytes:
+        raise ProtocolError(f"{peer.label}: {own.label} has {message.area_bytes} bytes of each unit, it sends {need}")
+    return Destination(
+        peer,
+        message.room,
+        message.epoch,
+        message.rank,
+        side,
+        peer.program(own.coordinates.pp_rank, message.pages_per_piece, message.mode),
+        tuple(message.units),
+        message.area_offset,
+        message.area_bytes,
+        message.verify,
+        Sending(len(message.units)),
+    )

@@ -18,28 +18,29 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_hetero.errors import HeteroError, ProtocolError
-from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.manifest import Manifest
 from sglang_hetero.layout.wire import decode as decode_manifest
 from sglang_hetero.merge.assemble import Memory
-from sglang_hetero.reshard.plan import plan
 
-from . import messages, verify
+from . import messages
 from .counters import Counters
 from .device import Done, Lane, at_once
-from .engine.base import Engine, EngineError
-from .lifetime import Epochs, Sending, SendingStatus
+from .engine.base import Engine
+from .lifetime import Epochs, SendingStatus
 from .link import Endpoint, Post
-from .mover import Batch, Mover, PackBuffers
-from .outbox import Chunk, Destination, Ids, Outbox, Peer
-from .pieces import Piece, SourceSide, StateMode
+from .mover import Mover
+from .outbox import Chunk, Destination, Ids, Outbox, Peer, destination_of
+from .pieces import Piece
+from .writer import PackBuffers, Writer
 
 logger = logging.getLogger(__name__)
 
 MAX_PARKED = 1024
-"""Bind messages that wait for the topology. They come from decode ranks that got it, so it is a matter of moments."""
+"""Bind messages that wait for their sender's registration or for the topology: a matter of moments."""
 MAX_ROOMS = 1 << 16
 """Room numbers whose last use is remembered: far more than requests can be under way."""
+UNCLAIMED_SECONDS = 60.0
+"""How long it is remembered that a request has failed for which prefill has not been asked yet."""
 BATCHES_PER_WINDOW = 4
 """A window goes out in so many writes, so that decode merges one part of it while the next is on its way."""
 
@@ -87,7 +88,7 @@ class PrefillSide:
         """control: sends to the control service. stall_seconds: without any progress a request fails."""
         self.manifest = manifest
         self.counters = Counters()
-        self._engine, self._memory, self._packs, self._lane = engine, memory, packs, lane
+        self._writer = Writer(engine, memory, packs, lane)
         self._post, self._control, self._events = post, control, events
         self._stall_seconds, self._clock = stall_seconds, clock
         self._lock = threading.RLock()
@@ -98,6 +99,7 @@ class PrefillSide:
         self._rooms: dict[int, Outbox] = {}
         # Also those of requests that have ended here but still have a write in flight. By incarnation, room and epoch.
         self._destinations: dict[tuple[str, int, int], Destination] = {}
+        self._claimed: set[int] = set()
         self._epochs = Epochs(keep=MAX_ROOMS)
         self._parked: OrderedDict[tuple[str, int, int], messages.Bind] = OrderedDict()
 
@@ -117,10 +119,7 @@ class PrefillSide:
             for peer in self._peers.values():
                 peer.plan = peer.side = None
                 peer.programs.clear()
-            parked = list(self._parked.values())
-            self._parked.clear()
-        for message in parked:
-            self.handle(message)
+        self._unpark()
 
     def handle(self, message: messages.Message) -> None:
         """A message of a decode rank. What is wrong with it fails its request or is dropped, and is logged."""
@@ -164,6 +163,15 @@ class PrefillSide:
         logger.info("%s: %s registered, session %s", self.manifest.label, peer.label, peer.session)
         for old in gone:
             self._forget(old)
+        self._unpark()
+
+    def _unpark(self) -> None:
+        """Look again at what has waited for a registration or the topology."""
+        with self._lock:
+            parked = list(self._parked.values())
+            self._parked.clear()
+        for message in parked:
+            self.handle(message)
 
     def _forget(self, peer: Peer) -> None:
         """Another process has taken a peer's place."""
@@ -179,15 +187,14 @@ class PrefillSide:
         key = (message.incarnation, message.room, message.epoch)
         with self._lock:
             peer = self._peers.get(message.incarnation)
-            if peer is not None and not self._sources:
+            if peer is None or not self._sources:  # messages of two threads over there may overtake each other
                 self._parked[key] = message
                 while len(self._parked) > MAX_PARKED:
                     self._parked.popitem(last=False)
                 return
-            if peer is not None and not self._epochs.open(*key):
+            if not self._epochs.open(*key):
                 return
-        if peer is None:
-            raise ProtocolError(f"room {message.room} is bound by a decode rank that has not registered")
+            self._sweep()
         try:
             self._accept(message, peer)
         except HeteroError as error:
@@ -197,9 +204,8 @@ class PrefillSide:
 
     def _accept(self, message: messages.Bind, peer: Peer) -> None:
         """Enter a destination. Raises HeteroError for what this rank would not do as decode expects."""
-        mode = StateMode(message.mode)
         with self._lock:
-            destination = self._destination(message, peer, mode)
+            destination = destination_of(message, peer, self._sources, self._number)
             outbox = self._rooms.get(message.room)
             again = outbox is not None and message.rank in outbox.destinations
         if again:
@@ -220,41 +226,6 @@ class PrefillSide:
             bound = outbox.bound
         if bound:
             self._events.bound(message.room)
-
-    def _destination(self, message: messages.Bind, peer: Peer, mode: StateMode) -> Destination:
-        if peer.plan is None or peer.side is None:
-            peer.plan = plan(self._sources, peer.manifest)
-            peer.side = SourceSide(peer.plan, self._number)
-            logger.info(
-                "%s: plan for %s is %s", self.manifest.label, peer.label, peer.plan.fingerprint_of(self._number)
-            )
-        fingerprint = peer.plan.fingerprint_of(self._number)
-        if fingerprint != message.fingerprint:
-            raise ProtocolError(
-                f"{self.manifest.label} and {peer.label} do not plan the same: {fingerprint} against "
-                f"{message.fingerprint}; install the same release of sglang-hetero on both sides"
-            )
-        stage = self.manifest.coordinates.pp_rank
-        program = peer.program(stage, {Role(name): count for name, count in message.pages_per_piece.items()}, mode)
-        end = max(message.units, default=0) + message.area_offset + message.area_bytes
-        if not message.units or end > peer.arena_bytes:
-            raise ProtocolError(f"{peer.label}: the window ends at byte {end} of an arena of {peer.arena_bytes}")
-        need = peer.side.area_bytes({Role(name): count for name, count in message.pages_per_piece.items()})
-        if need > message.area_bytes:
-            raise ProtocolError(f"{peer.label}: this rank's area has {message.area_bytes} bytes, it sends up to {need}")
-        return Destination(
-            peer,
-            message.room,
-            message.epoch,
-            message.rank,
-            peer.side,
-            program,
-            tuple(message.units),
-            message.area_offset,
-            message.area_bytes,
-            message.verify,
-            Sending(len(message.units)),
-        )
 
     def _progress(self, message: messages.Ack | messages.Finish) -> None:
         with self._lock:
@@ -299,6 +270,22 @@ class PrefillSide:
             self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
 
     # SGLang's scheduler.
+
+    def claim(self, room: int) -> None:
+        """SGLang has a sender for the request, which will `release` it."""
+        with self._lock:
+            self._claimed.add(room)
+
+    def _sweep(self) -> None:
+        """Drop what ended long ago and no sender has come for: the client has reached decode only. Lock is held."""
+        now = self._clock()
+        stale = [
+            room
+            for room, outbox in self._rooms.items()
+            if outbox.ended and room not in self._claimed and now - outbox.progress > UNCLAIMED_SECONDS
+        ]
+        for room in stale:
+            del self._rooms[room]
 
     def owns(self, room: int) -> bool:
         """Whether decode ranks have bound this request with us, so that it goes our way."""
@@ -388,6 +375,7 @@ class PrefillSide:
         """SGLang is done with the request; what is still on its way is cut off first."""
         self.fail(room, "the request ended on the prefill side")
         with self._lock:
+            self._claimed.discard(room)
             outbox = self._rooms.pop(room, None)
             if outbox is None:
                 return
@@ -462,28 +450,11 @@ class PrefillSide:
 
     def _write(self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int) -> str:
         """Write a batch, which may be empty, and announce it; what went wrong, or an empty text."""
-        peer, problem, in_doubt = destination.peer, "", False
-        out = Batch(self._engine, peer.session, self._memory, self._packs, self._lane)
-        own = [(seq, piece) for seq, piece in batch if destination.side.parts(piece)]
-        digests: list[bytes] = []
-        try:
-            for seq, piece in own:
-                moves = destination.side.descriptors(piece, pages, slot)
-                out.add(piece, moves, pages, destination.address(seq))
-            out.flush()
-            if destination.verify:
-                digests = [self._digests(peer, piece, pages, slot) for _, piece in own]
-        except EngineError as error:
-            problem, in_doubt = f"{self.manifest.label} could not write to {peer.label}: {error}", not error.settled
-        except HeteroError as error:
-            problem = f"{self.manifest.label} to {peer.label}: {error}"
-        except Exception as error:
-            logger.exception("room %d to %s", destination.room, peer.label)
-            problem, in_doubt = f"{self.manifest.label} to {peer.label}: {type(error).__name__}: {error}", True
+        written = self._writer.write(destination, batch, pages, slot)
         with self._lock:
-            if problem:
-                destination.sending.write_failed(problem, in_doubt)
-                return problem
+            if written.problem:
+                destination.sending.write_failed(written.problem, written.in_doubt)
+                return written.problem
             if batch:
                 destination.sending.wrote()
             if destination.sending.status is not SendingStatus.SENDING:
@@ -492,28 +463,20 @@ class PrefillSide:
             if destination.owes_total and destination.sending.total is not None:
                 total, destination.total_told = destination.sending.total, True
         self.counters.add("writes")
-        self.counters.add("descriptors", out.descriptors)
-        self.counters.add("bytes", out.nbytes)
-        if own or destination.total_told:
-            pieces = tuple(
-                messages.AnnouncedPiece(seq, piece.role, piece.layer, piece.first_page, piece.pages, piece.tokens)
-                for seq, piece in own
-            )
+        self.counters.add("descriptors", written.descriptors)
+        self.counters.add("bytes", written.nbytes)
+        if written.pieces or total >= 0:
             self._tell(
-                peer,
+                destination.peer,
                 messages.Ready,
                 destination.room,
                 destination.epoch,
                 source=self._number,
-                pieces=pieces,
+                pieces=written.pieces,
                 total=total,
-                digests=tuple(digests),
+                digests=written.digests,
             )
         return ""
-
-    def _digests(self, peer: Peer, piece: Piece, pages: Ids, slot: int) -> bytes:
-        assert peer.plan is not None
-        return verify.source_digests(peer.plan, self._number, piece, self._memory, pages, slot)
 
     def _tell(self, peer: Peer, kind: Callable[..., messages.Message], room: int, epoch: int, **fields: Any) -> None:
         """Post to a decode rank; one that cannot be reached has its own timeout."""

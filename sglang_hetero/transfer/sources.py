@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from sglang_hetero.errors import TopologyError
 from sglang_hetero.layout.manifest import Manifest
@@ -58,6 +60,17 @@ class SourceSet:
                 StageProgram(self.plan, stage, self.window.pages_per_piece, mode) for stage in range(len(self.stages))
             )
         return self.programs[mode]
+
+    def bind_fields(self, source: int, units: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """What a source is told of a request's window. units: per stage the offsets of its units."""
+        offset, nbytes = self.window.areas[source]
+        return {
+            "fingerprint": self.plan.fingerprint_of(source),
+            "units": tuple(units[self.sources[source].coordinates.pp_rank]),
+            "area_offset": offset,
+            "area_bytes": nbytes,
+            "pages_per_piece": dict(self.window.pages_per_piece),
+        }
 
     def is_source(self, incarnation: str, source: int) -> bool:
         """Whether source number `source` is the process that calls itself `incarnation`."""

@@ -27,9 +27,9 @@ from sglang_hetero.reshard.share import Share
 from .pieces import Piece, pages_of
 
 DIGEST_BYTES = 8
-"""Of blake2b: 64 bits, so that a difference is not missed by chance in any number of pieces. It is in the standard
-library, the same on every machine and about as fast as a CRC. A CRC is not enough: it is linear, so that a sum or
-exclusive or of wrong parts may have the digest of the right one."""
+"""Of blake2b: 64 bits, so that a difference is not missed by chance in any number of pieces, from the standard library,
+the same on every machine. A CRC is several times as fast, but it is linear: an exclusive or of wrong parts may have the
+digest of the right ones."""
 
 _ROW = struct.Struct("<BBIII")
 """One head on the wire: number of its role among the piece's roles, of its segment, head, first page, digests."""
@@ -188,12 +188,17 @@ def _digests(
         # Otherwise which bytes of a page belong to a token only its kernels know, so that all of them count.
         token = 1 + names.index(AxisName.TOKEN)
         tail = piece.tokens - (piece.pages - 1) * content.shape[token]
-        full, last = content[:-1], content[-1:].take(range(tail), axis=token)
+        full, last = content[:-1], _narrowed(content[-1:], token, 0, tail)
     else:
         last = content[:0]
     for head in heads:
-        span = range(head.start, head.start + head.width)
-        yield head, [_digest(item) for items in (full, last) for item in items.take(span, axis=cut)]
+        own = (_narrowed(items, cut, head.start, head.width) for items in (full, last))
+        yield head, [_digest(item) for items in own for item in items]
+
+
+def _narrowed(items: npt.NDArray[np.generic], axis: int, start: int, size: int) -> npt.NDArray[np.generic]:
+    """A view of `size` elements along an axis."""
+    return items[(slice(None),) * axis + (slice(start, start + size),)]
 
 
 def _digest(elements: npt.NDArray[np.generic]) -> bytes:

@@ -147,7 +147,7 @@ class Pair:
         """
         call_all(self.ranks, "poison")
         started = time.monotonic()
-        journeys = [self._journey(handoff) for handoff in handoffs]
+        journeys = [self.journey(handoff) for handoff in handoffs]
         Flow(journeys).run()
         arrived = [each for each in journeys if each.decode is Step.SUCCEEDED]
         result = Result(
@@ -233,7 +233,8 @@ class Pair:
         for group in groups:
             group.built(deadline)
 
-    def _journey(self, handoff: Handoff) -> flow.Journey:
+    def journey(self, handoff: Handoff) -> flow.Journey:
+        """A request for `handoff` at its start; a Flow takes it on."""
         prefill, decode = self.prefills[handoff.prefill], self.decodes[handoff.decode]
         request = Request(next(self._rooms), handoff.tokens, handoff.seed, prefill.side.bootstrap_port)
         return flow.journey(request, handoff, prefill.ranks, decode.ranks)

@@ -6,9 +6,8 @@ from typing import Any
 
 from . import scheduler
 from .core import CoreHandover
-from .decode import DecodeRank
-from .prefill import PrefillRank
 from .sides import Shard, Side
+from .timing import TimedDecode, TimedPrefill
 
 
 def start_bootstrap(shard: Shard, side: Side) -> None:
@@ -25,7 +24,7 @@ def serve(connection: Connection) -> None:
     Replies are `(number, value, traceback of an error or "")`.
     """
     rank: Any = None
-    roles = {"prefill": PrefillRank, "decode": DecodeRank, "core": CoreHandover}
+    roles = {"prefill": TimedPrefill, "decode": TimedDecode, "core": CoreHandover}
     while True:
         try:
             number, name, arguments = connection.recv()

@@ -1,7 +1,7 @@
 """Describe, plan, bind and merge on SGLang's real pools: every byte of every decode pool.
 
-The pairs are those for which stock SGLang is right and those for which it is wrong (upstream_faults.py), and sizes of
-which neither divides the other.
+The pairs are those for which stock SGLang is right and those for which it is wrong (docs/upstream_faults.md), and
+sizes of which neither divides the other.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,6 @@ import pytest
 from sglang_hetero.layout.window import ConvLayout
 
 from . import Geometry, Handoff, Harness, Pair
-from .errors import CommandFailed
 
 SMALL = Geometry()
 STOCK = {name: {"SGLANG_HETERO": "off"} for name in ("prefill_env", "decode_env")}
@@ -84,9 +83,13 @@ def test_upstream_fails_a_long_prompt_and_from_then_on_every_prompt(harness: Har
     assert not after.succeeded, "upstream recovers now: delete this test"
 
 
-def test_sides_of_different_geometry_are_refused_with_upstreams_reason(harness: Harness) -> None:
-    with (
-        harness.pair(SMALL, prefill_tp=1, decode_tp=1, decode_geometry=replace(SMALL, page_size=128), **STOCK) as pair,
-        pytest.raises(CommandFailed, match="Page size mismatch: prefill server has page_size=64"),
-    ):
-        pair.handoff(tokens=10)
+def test_sides_of_different_geometry_are_refused_and_the_ranks_live(harness: Harness) -> None:
+    """Upstream finds it, too, but raises in the loop of decode's scheduler (disaggregation/common/conn.py)."""
+    other = replace(SMALL, page_size=128)
+    with harness.pair(SMALL, prefill_tp=1, decode_tp=1, decode_geometry=other, **STOCK) as pair:
+        result = pair.handoff_many([Handoff(tokens=10, seed=seed) for seed in range(2)])
+    for outcome in result.outcomes:
+        assert not outcome.prefill and not outcome.decode
+        assert "pages of 128 tokens here, of 64 at prefill" in outcome.decode_reasons[0], outcome
+        assert "--page-size" in outcome.decode_reasons[0]
+    assert not result.differences, [str(difference) for difference in result.differences]

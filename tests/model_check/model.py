@@ -118,6 +118,9 @@ class Model:
             news = [self.announce(world, (request, source, destination), seq, str(seq)) for seq in rest[0]]
             if rest[1] is not None:
                 news.append(world.receive(request, destination, "total", source, rest[1]))
+                if source == 0:
+                    world.know(request, destination, "first")
+                    news.append(world.receive(request, destination, "first_generation", self.totals))
             return any(news)
         if kind == "first":
             world.know(request, destination, "first")

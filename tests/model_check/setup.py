@@ -50,9 +50,11 @@ class Setup:
     eager: bool = True
     """Prefill runs at once when all destinations are bound; otherwise whenever."""
     joined_totals: bool = False
-    """The total comes with the last announcement, as it does in practice; otherwise in any order with all others."""
+    """The total and FirstGeneration come with the last announcement; otherwise by themselves, in any order."""
     ack_overtakes_bind: bool = False
     """Whether an Ack may reach a source before the Bind and is lost; then a room may be stuck."""
+    aborts_reach_requests: bool = True
+    """Whether an Abort before its Bind ends the request at the source; it may not be there yet."""
     merges_take_time: bool = True
     """Otherwise a merge ends as it begins; makes room for more of everything else."""
     pulls: bool = False

@@ -230,8 +230,9 @@ class World:
             self.tell(request, source, destination, "produced", count, skipped)
             if last:
                 self.tell(request, source, destination, "close")
-                if not self.setup.joined_totals:
-                    self.send("total", request, source, destination, self.setup.pieces)
+                if self.setup.joined_totals:
+                    continue
+                self.send("total", request, source, destination, self.setup.pieces)
                 if source == 0:
                     self.send("first", request, source, destination)
 
@@ -300,11 +301,13 @@ class World:
         incarnation = INCARNATION.format(destination)
         self.epochs[source], _ = self.machines.call(self.epochs[source], "end", incarnation, room, epoch)
         place = self.link(request, source, destination)
-        if self.links[place].machine != NOBODY:
+        bound = self.links[place].machine != NOBODY
+        if bound:
             self.tell(request, source, destination, "abort", "aborted")
         self.links[place] = self.links[place]._replace(asked=True)
         self.answer(request, source, destination)
-        self.fail_prefill(request, source)
+        if bound or self.setup.aborts_reach_requests:
+            self.fail_prefill(request, source)
 
     def answer(self, request: int, source: int, destination: int) -> None:
         """Say Drained, if that was asked and is true."""

@@ -193,7 +193,7 @@ class Started(BaseException):
         (("p2_d4dp2",), 8192, 0),
         (("p2_d1", "--page-size", "100"), 600, 0),
         (("p2_d1", "--chunk", "1024"), 1024, 1),
-        (("p2_d1", "--conv-layout", "window_first"), 512, 1),
+        (("p2_d1", "--conv-layout", "window_first"), 512, 0),
         (("p2_d2", "--conv-layout", "window_first"), 8192, 0),
     ],
 )

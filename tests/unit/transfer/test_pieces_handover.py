@@ -161,3 +161,12 @@ def test_default_unit(tp):
         paged = {share.role for share in receiver.plan.shares if share.item is Item.PAGE}
         layers = sum(len(c.layers) for c in receiver.to.manifest.components if c.role in paged)
         assert receiver.merged == layers + len(LINEAR)
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (3, 2)], ids=lambda tp: f"P{tp[0]}D{tp[1]}")
+def test_layers_of_one_role_that_differ(tp):
+    """A layer with wider heads than the others, the first one and the last one: areas are for the widest."""
+    for widths in ((8, 2), (2, 8)):
+        model = tuple(heads_kv(Role.TARGET_KEY, 6, width, (layer,)) for layer, width in enumerate(widths))
+        shape = Shape(page_size=8)
+        serve(model, (tp[0], shape), (tp[1], shape), Request(37), Staging(times_least=1.0))

@@ -1,0 +1,170 @@
+"""Time from the end of prefill until decode is ready, beside what writing the same bytes takes at least.
+
+    python -m bench_serving.handoff
+    python -m bench_serving.handoff --tokens 64,512 --rounds 9
+    python -m bench_serving.handoff --tokens 2048 --concurrency 4 --state pull --json out/handoff.json
+
+Two prefill ranks hand the caches of a prompt to one decode rank (P2/D1): geometry of Qwen3.5-2B, bf16, MTP on, pages of
+128 tokens, SGLang's own pools, queues and Mooncake engine over TCP in one process per rank (docs/harness.md). Nothing
+is sent before prefill has ended: all chunks of 8,192 tokens are handed over then, which is the worst case.
+
+Variants, in turn and in another order each round:
+  upstream             SGLang's own path; `fails` where it does not pass the length
+  ours                 this package's path
+  bulk write           both prefill ranks write the same bytes with one descriptor each
+  bulk write + memcpy  that, and one thread copies them into place: the limit, ratio 1
+
+The time of a transfer ends when decode's poll says Success, that of the limits with the last write or copy. Times are
+medians over the rounds, in milliseconds; ratios are medians of the rounds' ratios to the limit. Descriptors and bytes
+are those of both prefill ranks.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_serving import handoff_run as run
+from bench_serving.handoff_run import LIMIT, OURS, UPSTREAM, VARIANTS, Bench, Failed, Row, Sample
+from sglang_hetero import models
+from sglang_hetero.errors import HeteroError
+from sglang_hetero.launcher import flags
+from sglang_hetero.launcher.stopping import Stopped, raise_on_signals
+from tests.harness import Harness, HarnessError
+
+MODEL = "qwen35-2b-cache"
+TOKENS = (512, 2048, 8192, 18592)
+ROUNDS = 5
+STATES = ("prepush", "push", "pull")
+STAGING_TOKENS = (1024, 18592)
+"""Lengths after which the staging memory is read: it must not depend on them."""
+
+
+def lengths(text: str) -> list[int]:
+    """Parse `512,2048`."""
+    return [flags.positive(part) for part in text.split(",")]
+
+
+def order(variants: Sequence[str], number: int) -> list[str]:
+    """Variants as they run in a round: each is the first one in turn, and every other round goes backwards."""
+    start = number % len(variants)
+    turned = [*variants[start:], *variants[:start]]
+    return turned[::-1] if number % 2 else turned
+
+
+def measure(bench: Any, tokens: int, rounds: int) -> Iterator[Row]:
+    """The rows of one length. A variant that fails once is not tried again; only upstream's path may."""
+    samples: dict[str, list[Sample]] = {variant: [] for variant in VARIANTS}
+    failed: set[str] = set()
+    for number in range(rounds):
+        for variant in order(VARIANTS, number):
+            if variant in failed:
+                continue
+            try:
+                samples[variant].append(bench.sample(variant, tokens))
+                said = f"{1e3 * samples[variant][-1].seconds:.1f} ms"
+            except Failed as error:
+                if variant != UPSTREAM:
+                    raise
+                failed.add(variant)
+                samples[variant].clear()
+                said = f"fails: {error}"
+            _progress(f"{tokens} tokens, round {number + 1}/{rounds}, {variant}: {said}")
+    for variant in VARIANTS:
+        made = run.row(tokens, variant, samples[variant], samples[LIMIT])
+        if variant == OURS:
+            made.staging_bytes = bench.staging_bytes
+        yield made
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines for the terminal."""
+    lines = ["tokens  variant              descriptors        MB        ms  ratio   min..max ms"]
+    for row in rows:
+        head = f"{row.tokens:6}  {row.variant:19}"
+        if row.ms is None:
+            lines.append(f"{head}        fails")
+            continue
+        assert row.bytes is not None
+        lines.append(
+            f"{head}  {row.descriptors:11}  {row.bytes / 1e6:8.1f}  {row.ms:8.1f}  {row.ratio:5.2f}"
+            f"   {row.ms_min:.1f}..{row.ms_max:.1f}"
+        )
+    return lines
+
+
+def report(arguments: argparse.Namespace, rows: Sequence[Row], staging: dict[int, int]) -> dict[str, Any]:
+    """What goes into the JSON file."""
+    return {
+        "model": MODEL,
+        "prefill_tp": run.PREFILL_TP,
+        "decode_tp": run.DECODE_TP,
+        "page": run.PAGE,
+        "chunk": run.CHUNK,
+        "draft_tokens": run.DRAFT_TOKENS,
+        "state": arguments.state,
+        "concurrency": arguments.concurrency,
+        "rounds": arguments.rounds,
+        "cpus": len(os.sched_getaffinity(0)),
+        "staging_bytes": {str(tokens): size for tokens, size in staging.items()},
+        "results": [asdict(row) for row in rows],
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "--tokens", type=lengths, default=list(TOKENS), help=f"prompt lengths (default: {','.join(map(str, TOKENS))})"
+    )
+    made.add_argument("--concurrency", type=flags.positive, default=1, help="prompts at the same time (default: 1)")
+    made.add_argument("--rounds", type=flags.positive, default=ROUNDS, help=f"(default: {ROUNDS})")
+    made.add_argument("--state", choices=STATES, default=STATES[0], help=f"SGLANG_HETERO_STATE (default: {STATES[0]})")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return made
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    # Lengths for the staging check too, so that the arena is that of one server.
+    longest = max(*arguments.tokens, *STAGING_TOKENS)
+    shape = run.geometry(models.spec(MODEL), longest, arguments.concurrency)
+    try:
+        raise_on_signals()
+        _progress("starting the processes")
+        with Harness() as harness:
+            bench = Bench(harness, shape, arguments.concurrency, {"SGLANG_HETERO_STATE": arguments.state})
+            _progress(f"warm-up: {min(arguments.tokens)} tokens, every byte compared")
+            bench.warm_up(min(arguments.tokens))
+            rows = [row for tokens in arguments.tokens for row in measure(bench, tokens, arguments.rounds)]
+            staging = {tokens: _staging(bench, tokens) for tokens in STAGING_TOKENS}
+    except (HeteroError, HarnessError) as error:
+        print(f"handoff: {error}", file=sys.stderr)
+        return 1
+    except Stopped:
+        print("handoff: stopped", file=sys.stderr)
+        return 1
+    print(f"{MODEL}, P{run.PREFILL_TP}/D{run.DECODE_TP}, {arguments.concurrency} at a time, state {arguments.state}")
+    print("\n".join(table(rows)))
+    for tokens, size in staging.items():
+        print(f"staging memory after {tokens:,} tokens: {size / (1 << 20):.0f} MiB")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report(arguments, rows, staging), indent=1) + "\n")
+    return 0
+
+
+def _staging(bench: Bench, tokens: int) -> int:
+    bench.sample(OURS, tokens)
+    return bench.staging_bytes
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,384 @@
+"""What happens at a decode rank when its state machines say so: merge, acknowledge, grant units, finish, give up.
+
+One lock guards the books; it is never held while bytes move or a message is posted: what is to be posted is collected
+(`Outgoing`) and goes out when the lock is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_hetero.errors import HeteroError, ProtocolError
+from sglang_hetero.layout.manifest import Manifest
+from sglang_hetero.layout.wire import encode as encode_manifest
+from sglang_hetero.merge.assemble import Memory
+
+from . import lifetime, messages
+from .counters import Counters
+from .device import ForwardLane, Lane
+from .engine.base import Engine
+from .inbox import Arrived, Inbox
+from .lifetime import ReceivingStatus
+from .link import Endpoint, Post
+from .merger import MergeWorker, differences, merge
+from .pieces import Piece, StateMode
+from .puller import Puller, next_batch, pieces_to_read, reads_of
+from .staging import Arena, per_stage
+
+logger = logging.getLogger(__name__)
+
+MAX_READERS = 16
+"""Sources that are read from at the same time."""
+
+
+class Progress(Enum):
+    """Where a request is, as the scheduler sees it."""
+
+    WAITING = auto()
+    """For units of staging."""
+    ARRIVING = auto()
+    COMPLETE = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose. window: units per stage. Times in seconds: of waiting for units, of standing still."""
+
+    unit_bytes: int
+    window: int
+    mode: StateMode
+    parallel_pull: bool
+    verify: bool
+    window_seconds: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this rank is to its peers: control socket, identity at the control service, place among decode's ranks."""
+
+    endpoint: Endpoint
+    control: bytes
+
+
+Outgoing = list[tuple[Inbox, int, messages.Message]]
+"""Messages to sources, by number, to be posted when the lock is free."""
+
+
+class Reception:
+    """The requests that one decode rank receives: books and workers. `DecodeSide` is what others call."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        engine: Engine,
+        memory: Memory,
+        arena: torch.Tensor,
+        settings: Settings,
+        forward: ForwardLane,
+        post: Post,
+        identity: Identity,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """arena: staging memory, uint8, one-dimensional, registered with the engine."""
+        self.manifest = manifest
+        self.counters = Counters()
+        self.settings = settings
+        self._memory, self._arena, self._forward = memory, arena, forward
+        self._session = engine.session
+        self._post, self._identity, self._clock = post, identity, clock
+        self._units = Arena(arena.numel(), settings.unit_bytes)
+        self._lock = threading.RLock()
+        self._quiet = threading.Condition(self._lock)
+        self._inboxes: dict[tuple[int, int], Inbox] = {}  # by room and epoch, until their units are home
+        self._current: dict[int, Inbox] = {}
+        self._epoch = 0
+        self._lane = Lane(arena.device)
+        self._worker = MergeWorker(manifest.label, self._merge_batch)
+        readers = MAX_READERS if settings.parallel_pull else 1
+        self._puller = Puller(engine, ThreadPoolExecutor(readers, thread_name_prefix="hetero-reader"))
+
+    # Actions of the machines; the lock is held.
+
+    def _carry_out(self, inbox: Inbox, actions: Sequence[lifetime.Action[Piece]]) -> Outgoing:
+        outgoing: Outgoing = []
+        for action in actions:
+            match action:
+                case lifetime.Merge(stage, seq, piece):
+                    self._dispatch(inbox, Arrived(stage, seq, piece))
+                case lifetime.Ack(stage, upto):
+                    sources = inbox.source_set.stages[stage].sources
+                    outgoing += self._to(inbox, sources, messages.Ack, stage=stage, upto=upto)
+                case lifetime.Pull():
+                    inbox.to_read = pieces_to_read(inbox)
+                    outgoing += self._read_on(inbox)
+                case lifetime.Complete():
+                    outgoing += self._complete(inbox)
+                case lifetime.Abort(reason):
+                    if inbox.units:
+                        outgoing += self._to(inbox, self._all(inbox), messages.Abort, reason=reason)
+                case lifetime.Failed(reason):
+                    logger.warning("%s: room %d failed: %s", self.manifest.label, inbox.room, reason)
+                    self.counters.add("failures")
+                    outgoing += self._drop(inbox)
+                case lifetime.ReturnUnits():
+                    outgoing += self._return_units(inbox)
+        return outgoing
+
+    def _dispatch(self, inbox: Inbox, arrived: Arrived) -> None:
+        """Linear state is for the scheduler's thread: no forward pass may run between. The worker does the rest."""
+        if arrived.piece.role is None:
+            inbox.state_ready.append(arrived)
+        else:
+            self._worker.put(inbox, arrived)
+
+    def _complete(self, inbox: Inbox) -> Outgoing:
+        if not inbox.coverage.complete:
+            # The machine counts messages; what the destination has is known here, and this is what counts.
+            inbox.fault = f"all pieces have arrived, but nothing brought {inbox.coverage.missing()}"
+            logger.error("%s: room %d: %s", self.manifest.label, inbox.room, inbox.fault)
+            return self._to(inbox, self._all(inbox), messages.Abort, reason=inbox.fault)
+        self.counters.add("requests")
+        return self._to(inbox, self._all(inbox), messages.Finish)
+
+    def _fail(self, inbox: Inbox, reason: str) -> Outgoing:
+        return self._carry_out(inbox, inbox.machine.fail(reason))
+
+    def _drop(self, inbox: Inbox) -> Outgoing:
+        """A failed request merges nothing more: what was not begun is over."""
+        waiting, inbox.state_ready = list(inbox.state_ready), type(inbox.state_ready)()
+        if inbox.units:
+            self._units.quarantine((inbox.room, inbox.epoch), {inbox.source_set.address})
+        else:
+            self._units.cancel((inbox.room, inbox.epoch))
+        outgoing: Outgoing = []
+        for arrived in waiting:
+            outgoing += self._ended(inbox, arrived)
+        return outgoing
+
+    def _return_units(self, inbox: Inbox) -> Outgoing:
+        owner = (inbox.room, inbox.epoch)
+        if inbox.machine.status is ReceivingStatus.FAILED:
+            self._units.drained(owner, inbox.source_set.address)
+        else:
+            self._units.release(owner)
+        self._inboxes.pop(owner, None)
+        return self._grant()
+
+    def _grant(self) -> Outgoing:
+        """Tell the sources of every request that has just been given its units."""
+        outgoing: Outgoing = []
+        for owner, offsets in self._units.grants():
+            inbox = self._inboxes[owner]  # type: ignore[index]  # owners are (room, epoch)
+            inbox.units = per_stage(offsets, len(inbox.source_set.stages))
+            inbox.progress = self._clock()
+            self._carry_out(inbox, inbox.machine.bound())
+            outgoing += self._invite(inbox)
+        return outgoing
+
+    def _invite(self, inbox: Inbox) -> Outgoing:
+        """Tell every source where the request goes, and before that once who we are."""
+        known, place = inbox.source_set, self.manifest.coordinates
+        outgoing: Outgoing = []
+        for number in self._all(inbox):
+            if number not in known.registered:
+                known.registered.add(number)
+                outgoing += self._to(inbox, (number,), messages.Register, **self._registration())
+            fields = known.bind_fields(number, inbox.units)
+            outgoing += self._to(
+                inbox,
+                (number,),
+                messages.Bind,
+                rank=place.tp_rank,
+                ranks=place.tp_size,
+                pages=len(inbox.pages),
+                mode=inbox.mode,
+                verify=self.settings.verify,
+                **fields,
+            )
+        return outgoing
+
+    def _registration(self) -> dict[str, Any]:
+        return {
+            "manifest": encode_manifest(self.manifest),
+            "session": self._session,
+            "host": self._identity.endpoint.host,
+            "port": self._identity.endpoint.port,
+            "arena": self._arena.data_ptr(),
+            "arena_bytes": self._arena.numel(),
+            "control": self._identity.control,
+        }
+
+    def _all(self, inbox: Inbox) -> Sequence[int]:
+        return range(len(inbox.source_set.sources))
+
+    def _to(
+        self, inbox: Inbox, sources: Sequence[int], kind: Callable[..., messages.Message], **fields: Any
+    ) -> Outgoing:
+        message = kind(room=inbox.room, epoch=inbox.epoch, incarnation=self.manifest.incarnation, **fields)
+        return [(inbox, number, message) for number in sources]
+
+    def _send(self, outgoing: Outgoing) -> None:
+        """Post; the lock must be free. A source that cannot be reached fails the request."""
+        later = outgoing
+        while later:
+            now, later = later, []
+            for inbox, number, message in now:
+                label = inbox.source_set.sources[number].label
+                try:
+                    self._post(inbox.source_set.endpoints[number], messages.encode(message))
+                except Exception as error:
+                    logger.warning("%s: no %s to %s: %s", self.manifest.label, type(message).__name__, label, error)
+                    reason = f"{label} cannot be reached: {error}"
+                    with self._lock:
+                        if isinstance(message, messages.Register):
+                            inbox.source_set.registered.discard(number)
+                        later += self._fail(inbox, reason)
+                        if isinstance(message, messages.Bind):  # it will never know where to write
+                            later += self._carry_out(inbox, inbox.machine.drained(number))
+
+    # Merging.
+
+    def _merge_batch(self, inbox: Inbox, batch: Sequence[Arrived]) -> None:
+        """On the worker's thread."""
+        with self._lock:
+            alive = self._is_open(inbox)
+            inbox.running += alive
+        problem = ""
+        if alive:
+            try:
+                with self._lane.active():
+                    for arrived in batch:
+                        merge(self._arena, inbox.source_set.assembler, inbox, arrived)
+                problem = self._verified(inbox, batch)
+            except Exception as error:
+                logger.exception("room %d: merge failed", inbox.room)
+                problem = f"merge failed: {type(error).__name__}: {error}"
+        with self._quiet:
+            inbox.running -= alive
+            self._quiet.notify_all()
+            outgoing = self._merged(inbox, batch, problem)
+        self._send(outgoing)
+
+    def _merge_state(self, inbox: Inbox, batch: Sequence[Arrived]) -> None:
+        """On the scheduler's thread: enqueue; `_finish_state` sees to the rest."""
+        problem = ""
+        try:
+            with self._forward.active():
+                for arrived in batch:
+                    merge(self._arena, inbox.source_set.assembler, inbox, arrived)
+            done = self._forward.done()
+            problem = self._verified(inbox, batch)
+        except Exception as error:
+            logger.exception("room %d: merge of linear state failed", inbox.room)
+            problem = f"merge of linear state failed: {type(error).__name__}: {error}"
+        with self._lock:
+            if not problem:
+                inbox.state_enqueued.extend((done, arrived) for arrived in batch)
+                return
+            outgoing = self._merged(inbox, batch, problem)
+        self._send(outgoing)
+
+    def _finish_state(self, inbox: Inbox) -> Outgoing:
+        """Count the linear state whose merge is complete on the device; the lock is held."""
+        complete = [arrived for done, arrived in inbox.state_enqueued if done()]
+        if not complete:
+            return []
+        inbox.state_enqueued = [entry for entry in inbox.state_enqueued if entry[1] not in complete]
+        return self._merged(inbox, complete, "")
+
+    def _merged(self, inbox: Inbox, batch: Sequence[Arrived], problem: str) -> Outgoing:
+        """A batch has been merged, or dropped; the lock is held. Of a stage's acknowledgements only the last goes."""
+        outgoing = self._fail(inbox, problem) if problem else []
+        inbox.progress = self._clock()
+        for arrived in batch:
+            if self._is_open(inbox):
+                try:
+                    inbox.coverage.add(arrived.piece)
+                    self.counters.add("pieces")
+                except ProtocolError as error:
+                    outgoing += self._fail(inbox, str(error))
+            outgoing += self._ended(inbox, arrived)
+        newest = {
+            (id(to), number, message.stage): message
+            for to, number, message in outgoing
+            if isinstance(message, messages.Ack)
+        }
+        return [
+            (to, number, message)
+            for to, number, message in outgoing
+            if not isinstance(message, messages.Ack) or newest[id(to), number, message.stage] is message
+        ]
+
+    def _ended(self, inbox: Inbox, arrived: Arrived) -> Outgoing:
+        """A merge is over, however it ended; the lock is held."""
+        if not arrived.pulled:
+            return self._carry_out(inbox, inbox.machine.merged(arrived.stage, arrived.seq))
+        inbox.unmerged -= 1
+        return [] if inbox.unmerged else self._read_on(inbox)
+
+    def _is_open(self, inbox: Inbox) -> bool:
+        return inbox.machine.status is ReceivingStatus.OPEN
+
+    def _verified(self, inbox: Inbox, batch: Sequence[Arrived]) -> str:
+        """In verification mode what differs between a source's bytes and ours, or an empty text."""
+        if not self.settings.verify:
+            return ""
+        for arrived in batch:
+            if arrived.pulled:
+                continue
+            with self._lock:
+                said = inbox.digests.pop((arrived.stage, arrived.seq), {})
+            self.counters.add("verified")
+            difference = differences(self._memory, inbox, arrived, said)
+            if difference:
+                self.counters.add("differences")
+                return difference
+        return ""
+
+    # Mode pull; the lock is held but in `_read_done`.
+
+    def _read_on(self, inbox: Inbox) -> Outgoing:
+        """Read the next pieces, or report that all has been read, or that a failed request reads no more."""
+        inbox.batch = next_batch(inbox.to_read, inbox.units) if self._is_open(inbox) else []
+        if not inbox.batch:
+            return self._carry_out(inbox, inbox.machine.pulled())
+        assert inbox.first is not None
+        pages = inbox.first.page_ids.astype(np.int64)
+        try:
+            reads = reads_of(inbox, inbox.batch, self._arena.data_ptr(), pages, inbox.first.slot)
+        except HeteroError as error:
+            outgoing = self._fail(inbox, str(error))
+            return outgoing + self._carry_out(inbox, inbox.machine.pulled())
+        inbox.reading = len(reads)
+        self.counters.add("reads", len(reads))
+        self._puller.start(inbox, reads, self._read_done)
+        return []
+
+    def _read_done(self, inbox: Inbox, source: int, problem: str) -> None:
+        """On a reader's thread: a source has been read from. When all have, the pieces are merged."""
+        with self._lock:
+            inbox.progress = self._clock()
+            outgoing = self._fail(inbox, problem) if problem else []
+            inbox.reading -= 1
+            if not inbox.reading:
+                inbox.unmerged = len(inbox.batch)
+                if self._is_open(inbox):
+                    for arrived in inbox.batch:
+                        self._dispatch(inbox, arrived)
+                else:
+                    inbox.unmerged = 0
+                    outgoing += self._read_on(inbox)
+        self._send(outgoing)

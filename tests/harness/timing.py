@@ -1,0 +1,114 @@
+"""What a benchmark asks of the ranks beside a request's own steps: start at one moment, say when, write in bulk."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .decode import DecodeRank
+from .prefill import PrefillRank
+
+POLL_SECONDS = 0.0005
+"""Between two polls of a scheduler that has nothing else to do."""
+ALIGN = 2 << 20
+"""Bytes; engines register memory in pages of this size."""
+SPIN_SECONDS = 0.002
+"""Before an appointed moment: a sleep may end late by about as much."""
+TERMINAL = {0, 4}
+"""KVPoll.Failed and KVPoll.Success."""
+
+
+class Bulk:
+    """A rank's part in writing many bytes at once, the lower limit of a transfer."""
+
+    _buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+    _copy: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+
+    def bulk_buffer(self: Any, size: int) -> tuple[str, int]:
+        """Memory for the engine, touched, and as much to copy it to; returns the engine's session and the address."""
+        if self._buffer is None or len(self._buffer) < size:
+            whole = np.full(size + ALIGN, 1, dtype=np.uint8)
+            self._buffer = whole[-whole.ctypes.data % ALIGN :][:size]
+            self._copy = np.full(size, 1, dtype=np.uint8)
+            if self.manager.engine.batch_register([self._buffer.ctypes.data], [size]) != 0:
+                raise RuntimeError(f"the engine refuses to register {size} bytes")
+        return self.manager.engine.get_session_id(), self._buffer.ctypes.data
+
+    def bulk_write(self: Any, session: str, address: int, size: int, when: float) -> float:
+        """One write, at `when`; returns when it had ended. Times are those of time.monotonic, as everywhere here."""
+        _wait_until(when)
+        if self.manager.engine.transfer_sync(session, self._buffer.ctypes.data, address, size) != 0:
+            raise RuntimeError(f"the engine could not write {size} bytes at once")
+        return time.monotonic()
+
+    def bulk_copy(self: Any, size: int) -> float:
+        """Seconds that one thread takes to copy what was written to memory that has been touched before."""
+        started = time.monotonic()
+        self._copy[:size] = self._buffer[:size]
+        return time.monotonic() - started
+
+
+class TimedPrefill(Bulk, PrefillRank):
+    """A prefill rank that sends when it is told to, and counts what SGLang's engine is asked for."""
+
+    _counted: dict[str, int] | None = None
+
+    def send_all(self, chunks: Sequence[tuple[int, int]], when: float) -> None:
+        """Hand over all chunks (room, end) of prompts whose forward has ended, from `when` on."""
+        _wait_until(when)
+        for room, end in chunks:
+            self.send(room, end)
+
+    def engine_counts(self) -> dict[str, int]:
+        """Batches, descriptors and bytes that upstream's path gave to the engine since the last call."""
+        if self._counted is None:
+            self._counted = {}
+            engine, count = self.manager.engine, self._count
+            original = engine.batch_transfer_sync
+
+            def counting(session: str, here: Sequence[int], there: Sequence[int], sizes: Sequence[int]) -> int:
+                count(sizes)
+                result: int = original(session, here, there, sizes)
+                return result
+
+            engine.batch_transfer_sync = counting
+        counted, self._counted = self._counted, {}
+        return counted
+
+    def _count(self, sizes: Sequence[int]) -> None:
+        assert self._counted is not None
+        for name, value in (("writes", 1), ("descriptors", len(sizes)), ("bytes", sum(map(int, sizes)))):
+            self._counted[name] = self._counted.get(name, 0) + value
+
+
+class TimedDecode(Bulk, DecodeRank):
+    """A decode rank that says when its requests were ready."""
+
+    def await_ends(self, rooms: Sequence[int], seconds: float) -> list[tuple[int, float]]:
+        """Poll as a scheduler without other work does, until every request has ended; (KVPoll, when) of each.
+
+        A request that does not end within `seconds` has the state that it is in.
+        """
+        ends: dict[int, tuple[int, float]] = {}
+        deadline = time.monotonic() + seconds
+        while len(ends) < len(rooms):
+            left = [room for room in rooms if room not in ends]
+            late = time.monotonic() > deadline
+            for room, poll in zip(left, self.poll(left), strict=True):
+                if poll in TERMINAL or late:
+                    ends[room] = poll, time.monotonic()
+            time.sleep(POLL_SECONDS)
+        return [ends[room] for room in rooms]
+
+    def staging_bytes(self) -> int:
+        """Memory that peers may write to; 0 without our path."""
+        memory = getattr(self.manager, "_hetero_memory", None)
+        return 0 if memory is None else int(memory.numel())
+
+
+def _wait_until(when: float) -> None:
+    """Sleep, and spin at the end: a sleep ends late by up to the scheduler's slice."""
+    time.sleep(max(0.0, when - time.monotonic() - SPIN_SECONDS))
+    while time.monotonic() < when:
+        pass
