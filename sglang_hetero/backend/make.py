@@ -117,7 +117,7 @@ def own_bootstrap(manager: Any) -> str:
 
 
 def prefill_side(rank: Rank, options: Options, engine: Engine, memory: torch.Tensor, **links: Any) -> PrefillSide:
-    """The transfer at a prefill rank. links: post, control, events, stall_seconds of PrefillSide."""
+    """The transfer at a prefill rank. links: post, control, events, counters, stall_seconds of PrefillSide."""
     assert rank.manifest is not None and rank.memory is not None
     return PrefillSide(
         manifest=rank.manifest,
@@ -130,9 +130,9 @@ def prefill_side(rank: Rank, options: Options, engine: Engine, memory: torch.Ten
 
 
 def decode_side(
-    rank: Rank, options: Options, engine: Engine, memory: torch.Tensor, *, post: Any, endpoint: Endpoint
+    rank: Rank, options: Options, engine: Engine, memory: torch.Tensor, *, endpoint: Endpoint, **links: Any
 ) -> DecodeSide:
-    """The transfer at a decode rank."""
+    """The transfer at a decode rank. links: post and counters of DecodeSide."""
     manifest = rank.manifest
     assert manifest is not None and rank.memory is not None
     identity = messages.control_identity("decode", endpoint.host, str(manifest.coordinates), manifest.incarnation)
@@ -151,6 +151,6 @@ def decode_side(
             options.stall_seconds(waiting_timeout()),
         ),
         forward=ForwardLane(rank.device, getattr(rank.scheduler, "forward_stream", None)),
-        post=post,
         identity=Identity(endpoint, identity),
+        **links,
     )

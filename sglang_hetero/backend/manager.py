@@ -26,6 +26,7 @@ from sglang_hetero.transfer.sources import SourceSet
 
 from . import capability, make
 from .first_token import read_row
+from .metrics import observer
 from .options import Mode, read
 from .pairing import Path, Registration, Route, decide, same_layouts
 from .peers import Peers
@@ -52,7 +53,7 @@ class ManagerMixin:
         self.hetero_side = Side(disaggregation_mode.value)
         self.hetero_rank = current_rank(self.hetero_side, args)
         self.hetero_cuda = self.hetero_rank.device.type == "cuda"
-        self.hetero_drops = Counters()
+        self.hetero_counts = Counters(observer(self.hetero_side))
         self._hetero_state_types = list(args.state_types)
         self._hetero_engine: Engine | None = None
         self._hetero_peers = Peers()
@@ -100,6 +101,7 @@ class ManagerMixin:
                 post=self._hetero_post,
                 control=self._hetero_peers.send_first,
                 events=self,
+                counters=self.hetero_counts,
                 stall_seconds=self.hetero_options.stall_seconds(make.waiting_timeout()),
             )
         elif self.hetero_side is Side.DECODE and self.hetero_decode is None:
@@ -109,6 +111,7 @@ class ManagerMixin:
                 self._hetero_engine,
                 self._hetero_memory,
                 post=self._hetero_post,
+                counters=self.hetero_counts,
                 endpoint=Endpoint(self.local_ip, self.rank_port),  # type: ignore[attr-defined]
             )
 
@@ -150,7 +153,7 @@ class ManagerMixin:
             self._hetero_dropped("an error of ours, see above")
 
     def _hetero_dropped(self, why: object) -> None:
-        self.hetero_drops.add("dropped")
+        self.hetero_counts.add("dropped")
         logger.warning("%s: dropped a message: %s", self.hetero_rank.name, why)
 
     # Prefill.
@@ -378,8 +381,4 @@ class ManagerMixin:
     @property
     def hetero_counters(self) -> dict[str, int]:
         """What our path has moved, refused and dropped."""
-        side = self.hetero_prefill or self.hetero_decode
-        counts = self.hetero_drops.snapshot()
-        for name, count in (side.counters.snapshot() if side is not None else {}).items():
-            counts[name] = counts.get(name, 0) + count
-        return counts
+        return self.hetero_counts.snapshot()

@@ -83,11 +83,12 @@ class PrefillSide:
         control: Callable[[messages.Message], None],
         events: Events,
         stall_seconds: float,
+        counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """control: sends to the control service. stall_seconds: without any progress a request fails."""
         self.manifest = manifest
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self._writer = Writer(engine, memory, packs, lane)
         self._post, self._control, self._events = post, control, events
         self._stall_seconds, self._clock = stall_seconds, clock

@@ -90,11 +90,12 @@ class Reception:
         forward: ForwardLane,
         post: Post,
         identity: Identity,
+        counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """arena: staging memory, uint8, one-dimensional, registered with the engine."""
         self.manifest = manifest
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.settings = settings
         self._memory, self._arena, self._forward = memory, arena, forward
         self._session = engine.session

@@ -31,13 +31,14 @@ CALM = [
 
 FAULTY = [
     Setup("one request", chunks=(1, 1), budget=Budget(receiver_aborts=1, source_aborts=1, write_failures=1)),
-    replace(CALM[0], name="two requests at a time", budget=Budget(write_failures=1)),
+    replace(CALM[0], name="two requests at a time, a write fails", budget=Budget(write_failures=1)),
+    replace(CALM[0], name="two requests at a time, an abort", budget=Budget(receiver_aborts=1)),
     Setup(
         "two requests, units for one",
         requests=2,
         joined_totals=True,
         aborts_reach_requests=False,
-        budget=Budget(receiver_aborts=1, write_failures=1),
+        budget=Budget(receiver_aborts=1, source_aborts=1, write_failures=1),
     ),
     Setup(
         "chunks, batches and pieces that not all share",
@@ -64,14 +65,18 @@ FAULTY = [
         budget=Budget(receiver_aborts=1, duplicates=1),
     ),
     Setup(
-        "one abort of two destinations",
-        destinations=2,
+        "same room again, with other units",
+        requests=2,
+        same_room=True,
+        windows=2,
         joined_totals=True,
-        merges_take_time=False,
         budget=Budget(receiver_aborts=1),
     ),
+    replace(CALM[1], name="one of two destinations aborts", budget=Budget(receiver_aborts=1)),
+    replace(CALM[1], name="two destinations, a source aborts", budget=Budget(source_aborts=1)),
+    replace(CALM[1], name="both destinations abort", merges_take_time=False, budget=Budget(receiver_aborts=2)),
     Setup(
-        "two destinations abort the same room",
+        "both destinations of one source abort, and more",
         stages=ONE_SOURCE,
         destinations=2,
         joined_totals=True,
