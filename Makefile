@@ -4,14 +4,16 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup ascend-env demo test unit mutants lint format bench clean
+.PHONY: help setup ascend-env demo test test-full unit mutants lint format bench clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
 	@echo "make ascend-env"
-	@echo "             make or repair .venv-ascend, Triton's compiler for NPUs, as test and unit do first"
+	@echo "             make or repair .venv-ascend, Triton's compiler and MemFabric for NPUs, as test and unit do first"
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
-	@echo "make test    all tests (about 25 minutes on 2 cores)"
+	@echo "make test    the tests (about 25 minutes on 2 cores)"
+	@echo "make test-full"
+	@echo "             all of them, with every pair of TP sizes on real servers (about an hour)"
 	@echo "make unit    the tests that start no server (about 4 minutes)"
 	@echo "make mutants put in some forty faults one by one; the tests must notice each; ends caught N/N"
 	@echo "make lint    ruff format, ruff check, mypy"
@@ -33,7 +35,10 @@ demo: setup
 	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo
 
 test: setup ascend-env lint
-	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=5
+	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=5 -m "not full"
+
+test-full: setup ascend-env lint
+	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=20
 
 unit: setup ascend-env
 	@$(BIN)/python -m pytest tests/unit tests/harness

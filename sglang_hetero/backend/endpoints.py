@@ -35,11 +35,15 @@ class SenderMixin:
         return bool(manager.hetero_cuda and not manager.hetero_owns(self.bootstrap_room))
 
     def poll(self) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         manager = self.kv_mgr
         if self.conclude_state is None and manager.hetero_prefill is not None:
             manager.hetero_prefill.check(self.bootstrap_room)
             reason = manager.hetero_prefill.failure(self.bootstrap_room)
             if reason is not None:
+                if not manager.hetero_prefill.may_free(self.bootstrap_room):
+                    return KVPoll.Transferring
                 manager.hetero_fail(self.bootstrap_room, reason)
         return super().poll()  # type: ignore[misc]
 
@@ -49,8 +53,11 @@ class SenderMixin:
             self.kv_mgr.hetero_prefill.release(self.bootstrap_room)
 
     def abort(self) -> None:
-        if self.kv_mgr.hetero_prefill is not None:
-            self.kv_mgr.hetero_prefill.fail(self.bootstrap_room, "the client gave the request up (prefill)")
+        side = self.kv_mgr.hetero_prefill
+        if side is not None:
+            side.fail(self.bootstrap_room, "the client gave the request up (prefill)")
+            if not side.may_free(self.bootstrap_room):
+                return  # poll() says that it has failed when decode reads its pages no more
         super().abort()  # type: ignore[misc]
 
 

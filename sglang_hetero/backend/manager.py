@@ -211,11 +211,13 @@ class ManagerMixin:
         if is_last_chunk and self._hetero_speaks:
             assert aux_index is not None
             metadata = self.hetero_rank.metadata
-            first = FirstToken(
-                int(metadata.output_ids[aux_index][0]),
-                read_row(metadata, aux_index),
-                first_page * self.hetero_rank.here.page_size + tokens,
-            )
+            try:
+                row = read_row(metadata, aux_index)
+            except HeteroError as error:
+                side.fail(bootstrap_room, str(error))
+                return
+            length = first_page * self.hetero_rank.here.page_size + tokens
+            first = FirstToken(int(metadata.output_ids[aux_index][0]), row, length)
         side.send(
             bootstrap_room,
             first_page=first_page,
@@ -282,7 +284,8 @@ class ManagerMixin:
             tuple(length for lengths in registration.dst_state_item_lens for length in lengths),
             tuple(dim for dims in registration.dst_state_dim_per_tensor for dim in dims),
         )
-        mode = Mode.OFF if self.hetero_mode is Mode.ALWAYS else self.hetero_mode
+        # What takes SGLang's path was decided by decode, which knows our mode.
+        mode = Mode.AUTO if self.hetero_mode is Mode.ALWAYS else self.hetero_mode
         decision = decide(mode, self.hetero_rank.here, peer, capable=False)
         if decision.path is not Path.REFUSED:
             return found

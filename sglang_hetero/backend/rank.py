@@ -132,7 +132,9 @@ def _here(name: str, queue: Any, kv_args: Any, coordinates: Coordinates, unsuppo
         tp=coordinates.tp_size,
         page_size=kv_args.page_size,
         kv_dtype=kv_args.kv_cache_dtype_str,
-        kv_heads=0 if queue.is_mla_backend else queue.scheduler.model_config.get_total_num_kv_heads(),
+        kv_heads=0
+        if queue.is_mla_backend or getattr(kv_args, "is_hybrid_mla_backend", False)
+        else queue.scheduler.model_config.get_total_num_kv_heads(),
         conv=Conv.NONE if mamba is None else conv_of(mamba, coordinates.tp_size),
         pp=coordinates.pp_size,
         kv_item_lens=tuple(kv_args.kv_item_lens),

@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     Console(width=120 if not sys.stdout.isatty() else None).print(_table(arguments.topology, todo, divided, undivided))
     print(
         f"tokens/s say that it runs, not how fast: {topology.parse(arguments.topology).ranks} ranks share "
-        f"{len(os.sched_getaffinity(0))} CPUs, and with unequal TP sizes upstream sends each token on its own"
+        f"{len(os.sched_getaffinity(0))} CPUs"
     )
     different = sum(not same(one, other) for one, other in zip(divided, undivided, strict=True))
     print(f"{len(todo)} requests, {different} different, {time.monotonic() - start:.0f} s")

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from sglang_hetero import models
-from sglang_hetero.launcher.options import DEFAULT_CHUNK, UNEQUAL_TP_CHUNK, DType, Options, Router
+from sglang_hetero.launcher.options import DEFAULT_CHUNK, DType, Options, Router
 from sglang_hetero.layout.window import ConvLayout
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
         type=int,
         default=defaults.chunk,
         metavar="TOKENS",
-        help=f"prompt tokens of one prefill step (default: {DEFAULT_CHUNK}, with unequal TP sizes {UNEQUAL_TP_CHUNK})",
+        help=f"prompt tokens of one prefill step (default: {DEFAULT_CHUNK})",
     )
     group.add_argument("--radix-cache", action="store_true", help="prefix cache on (no_buffer strategy)")
     group.add_argument(

@@ -100,8 +100,7 @@ class Fleet:
         """Check everything that can be checked, then start all processes; does not wait for them."""
         self.options.check()
         if not self.options.chunk:
-            chunk = self.options.default_chunk(self.topology.has_unequal_tp)
-            self.options = replace(self.options, chunk=chunk)
+            self.options = replace(self.options, chunk=self.options.default_chunk)
         self.topology.check_model(models.spec(self.options.model))
         self._check_environment()
         self._check_platform()
@@ -114,12 +113,6 @@ class Fleet:
             f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}, "
             f"prefill steps of {self.options.chunk} tokens; logs in {log_dir}"
         )
-        safe = self.options.default_chunk(unequal_tp=True)
-        if self.topology.has_unequal_tp and self.options.chunk > safe:
-            self._say(
-                f"note: with prefill steps above {safe} tokens and unequal TP sizes a long prompt can make "
-                "every later request fail (docs/upstream_faults.md)"
-            )
         first_rank = 0
         for instance in self.topology.instances:
             self._start_server(instance, first_rank, self._endpoint(instance, ports, front_port), model_path, log_dir)

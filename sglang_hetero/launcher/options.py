@@ -9,11 +9,8 @@ from sglang_hetero.errors import OptionError
 from sglang_hetero.layout.window import ConvLayout
 
 MAX_MTP_DEPTH = 16
-# Prompt tokens of one prefill step: SGLang's usual figure, and one that stays below the batch that Mooncake's TCP
-# transport refuses: with unequal TP sizes upstream fills it with a descriptor per token and layer entry
-# (docs/upstream_faults.md).
+# Prompt tokens of one prefill step: SGLang's usual figure.
 DEFAULT_CHUNK = 8192
-UNEQUAL_TP_CHUNK = 512
 
 
 class Router(StrEnum):
@@ -58,10 +55,10 @@ class Options:
     prefill_env: tuple[tuple[str, str], ...] = ()
     decode_env: tuple[tuple[str, str], ...] = ()
 
-    def default_chunk(self, unequal_tp: bool) -> int:
+    @property
+    def default_chunk(self) -> int:
         """The chunk where none was asked for: whole pages."""
-        tokens = UNEQUAL_TP_CHUNK if unequal_tp else DEFAULT_CHUNK
-        return -(-tokens // self.page_size) * self.page_size
+        return -(-DEFAULT_CHUNK // self.page_size) * self.page_size
 
     def check(self) -> None:
         """Raise `OptionError` for what SGLang would refuse late or in many words."""
@@ -83,7 +80,7 @@ class Options:
                 "pages of 1 token on a CPU; leave one of the two out"
             )
         if self.chunk < 0:
-            raise OptionError(f"--chunk {self.chunk}: must be 0 (chosen by the topology) or larger")
+            raise OptionError(f"--chunk {self.chunk}: must be 0 (the default) or larger")
         if self.chunk % self.page_size:
             raise OptionError(f"--chunk {self.chunk} is not a multiple of --page-size {self.page_size}")
 

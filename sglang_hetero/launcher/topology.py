@@ -11,11 +11,24 @@ from sglang_hetero.errors import HeteroError
 MAX_TP = 16
 MAX_PREFILLS = 8
 
-EXAMPLES = ("mixed_tp1", "mixed_tp2", "mixed_tp4", "p1_d1", "p2_d1", "p2_d2", "p1_d2", "p4_d1", "p2x2_d2", "p2_d2dp2")
-GRAMMAR = "mixed_tp<N> or p<N>[x<M>]_d<N>[dp<M>]"
+EXAMPLES = (
+    "mixed_tp1",
+    "mixed_tp2",
+    "mixed_tp4",
+    "p1_d1",
+    "p2_d1",
+    "p2_d2",
+    "p1_d2",
+    "p4_d1",
+    "p2x2_d2",
+    "p2p4_d1",
+    "p2_d2dp2",
+)
+GRAMMAR = "mixed_tp<N> or p<N>[x<M>][p<N>...]_d<N>[dp<M>]"
 
 _MIXED = re.compile(r"mixed_tp(\d+)")
-_DISAGGREGATED = re.compile(r"p(\d+)(?:x(\d+))?_d(\d+)(?:dp(\d+))?")
+_DISAGGREGATED = re.compile(r"((?:p\d+(?:x\d+)?)+)_d(\d+)(?:dp(\d+))?")
+_PREFILLS = re.compile(r"p(\d+)(?:x(\d+))?")
 
 
 class TopologyNameError(HeteroError):
@@ -120,7 +133,8 @@ def _number(text: str | None, what: str, limit: int, name: str) -> int:
 
 
 def parse(name: str) -> Topology:
-    """The topology that `name` stands for, e.g. `p2x2_d2`: two prefill servers of TP 2, a decode server of TP 2.
+    """The topology that `name` stands for, e.g. `p2x2_d2`: two prefill servers of TP 2, a decode server of TP 2;
+    `p2p4_d1`: prefill servers of TP 2 and of TP 4.
 
     Raises `TopologyNameError` with the grammar and examples.
     """
@@ -129,12 +143,16 @@ def parse(name: str) -> Topology:
     match = _DISAGGREGATED.fullmatch(name)
     if match is None:
         raise TopologyNameError(f"unknown topology {name!r}: a name is {GRAMMAR}, for example {', '.join(EXAMPLES)}")
-    prefill_tp = _number(match[1], "prefill TP", MAX_TP, name)
-    prefills = _number(match[2], "the number of prefill servers", MAX_PREFILLS, name)
-    decode_tp = _number(match[3], "decode TP", MAX_TP, name)
-    decode_dp = _number(match[4], "attention-DP", MAX_TP, name)
+    sizes: list[int] = []
+    for group in _PREFILLS.finditer(match[1]):
+        tp = _number(group[1], "prefill TP", MAX_TP, name)
+        sizes += [tp] * _number(group[2], "the number of prefill servers", MAX_PREFILLS, name)
+    if len(sizes) > MAX_PREFILLS:
+        raise TopologyNameError(f"topology {name!r}: {len(sizes)} prefill servers, allowed are 1 to {MAX_PREFILLS}")
+    decode_tp = _number(match[2], "decode TP", MAX_TP, name)
+    decode_dp = _number(match[3], "attention-DP", MAX_TP, name)
     if decode_tp % decode_dp:
         raise TopologyNameError(f"topology {name!r}: attention-DP {decode_dp} does not divide decode TP {decode_tp}")
-    instances = [Instance(f"prefill{i}", Role.PREFILL, prefill_tp) for i in range(prefills)]
+    instances = [Instance(f"prefill{i}", Role.PREFILL, tp) for i, tp in enumerate(sizes)]
     instances.append(Instance("decode0", Role.DECODE, decode_tp, decode_dp))
     return Topology(name, tuple(instances))

@@ -21,6 +21,15 @@ class HeadAttention:
         """The head axis."""
         return (Segment("kv", self.kv_heads, 1),)
 
+    def whole_segments(self, tp: int) -> tuple[Segment, ...]:
+        """The head axis where each of `tp` ranks keeps all heads, as those of a draft that is not sharded do.
+
+        The usual one where a rank's share is all of them (one rank, one head): equal bytes have one description.
+        """
+        if all(segment.local_size(tp, 0) == segment.heads for segment in self.segments):
+            return self.segments
+        return (Segment("kv", self.kv_heads, 1, Sharding.REPLICATED),)
+
 
 @dataclass(frozen=True)
 class LatentAttention:

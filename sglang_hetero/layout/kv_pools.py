@@ -63,11 +63,17 @@ def _head_layout(
     pool: KVPool, layers: Sequence[int], attention: HeadAttention, coordinates: Coordinates, draft: bool
 ) -> list[Component]:
     """K and V per head: [token rows, head, channel] per layer; on an NPU [page, token, head, channel], or with
-    ASCEND_USE_FIA [token rows, 1, head, channel] on the same bytes."""
+    ASCEND_USE_FIA [token rows, 1, head, channel] on the same bytes.
+
+    A draft's cache may have all heads on every rank. Heads that SGLang has padded are not taken for that: the target's
+    are padded in the same way, and it is described first and must have its share of the model's.
+    """
     heads = attention.segments
     local = cut_size(heads, coordinates.tp_size, coordinates.tp_rank, "attention")
     key, value = (Role.DRAFT_KEY, Role.DRAFT_VALUE) if draft else (Role.TARGET_KEY, Role.TARGET_VALUE)
     source = cast(_HeadPool, pool)
+    if draft and _heads_held(source.k_buffer) == {attention.kv_heads}:
+        heads, local = attention.whole_segments(coordinates.tp_size), attention.kv_heads
     described = []
     for role, buffers, width in (
         (key, source.k_buffer, attention.key_width),
@@ -79,6 +85,11 @@ def _head_layout(
         dtype = _logical_dtype(pool, views)
         described.append(component_of(role, Item.PAGE, views, _HEAD_AXES, segments={AxisName.HEAD: heads}, dtype=dtype))
     return described
+
+
+def _heads_held(buffers: Sequence[Tensor]) -> set[int]:
+    """How many heads the buffers have; in all three arrangements the channel is the only axis inside the head's."""
+    return {size for buffer in buffers for size in buffer.shape[-2:-1]}
 
 
 def _head_pages(pool: KVPool, view: Strided, heads: int, width: int) -> Strided:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .axes import Axis, AxisName, Segment
 from .component import ITEMSIZE, Component, Item, Role
-from .geometry import HeadAttention, LatentAttention, ModelGeometry
+from .geometry import LatentAttention, ModelGeometry
 from .manifest import Coordinates, Manifest, Side
 from .window import ConvLayout
 
@@ -25,6 +25,8 @@ class PoolOptions:
     kv_dtype: str = "bfloat16"
     conv_dtype: str = "bfloat16"
     ssm_dtype: str = "float32"
+    whole_draft: bool = False
+    """Every rank keeps all heads of the draft, as if its TP size were 1."""
 
 
 def dense_axes(
@@ -103,11 +105,12 @@ class _Builder:
             self._add(Role.DRAFT_LATENT if draft else Role.TARGET_LATENT, Item.PAGE, dtype, layers, axes)
             return
         key, value = (Role.DRAFT_KEY, Role.DRAFT_VALUE) if draft else (Role.TARGET_KEY, Role.TARGET_VALUE)
+        whole = draft and self.options.whole_draft
+        heads = attention.whole_segments(self.coordinates.tp_size) if whole else attention.segments
         for role, width in ((key, attention.key_width), (value, attention.value_width)):
-            self._add(role, Item.PAGE, dtype, layers, self._head_axes(attention, width, ITEMSIZE[dtype]))
+            self._add(role, Item.PAGE, dtype, layers, self._head_axes(heads, width, ITEMSIZE[dtype]))
 
-    def _head_axes(self, attention: HeadAttention, width: int, itemsize: int) -> tuple[Axis, ...]:
-        heads = attention.segments
+    def _head_axes(self, heads: tuple[Segment, ...], width: int, itemsize: int) -> tuple[Axis, ...]:
         sizes = [
             (AxisName.TOKEN, self.options.page_size),
             (AxisName.HEAD, self._size(heads)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from sglang_hetero.errors import LayoutMismatch, TopologyError
-from sglang_hetero.layout.axes import Segment, describe_segments
+from sglang_hetero.layout.axes import Segment, Sharding, describe_segments
 from sglang_hetero.layout.checks import short
 from sglang_hetero.layout.component import PLAIN, Component, Role
 from sglang_hetero.layout.manifest import Manifest, Side
@@ -126,7 +126,23 @@ def check_roles(sources: Sequence[Manifest], destination: Manifest, policy: Poli
     return offered & wanted
 
 
-def check_component(source: Manifest, theirs: Component, destination: Manifest, ours: Component) -> None:
+def check_components(held: Sequence[tuple[Manifest, Component]], destination: Manifest, ours: Component) -> None:
+    """Raise LayoutMismatch unless the ranks of a stage hold what `ours` is for, all of them cut in one way."""
+    for source, theirs in held:
+        _check_component(source, theirs, destination, ours)
+    first, mine = held[0]
+    for source, theirs in held[1:]:
+        left, right = mine.cut_axis, theirs.cut_axis
+        if left.segments != right.segments:
+            raise LayoutMismatch(
+                f"{ours.role}: {first.label} has axis {left.name} with segments {_in_words(left.segments)}, "
+                f"{source.label} {_in_words(right.segments)}: the ranks of a server keep a cache in one way, so that "
+                f"{destination.label} cannot know who has what; restart the prefill server, all hosts with the same "
+                "flags"
+            )
+
+
+def _check_component(source: Manifest, theirs: Component, destination: Manifest, ours: Component) -> None:
     """Raise LayoutMismatch unless an element means the same in both components of one role."""
     for what, remedy, left, right in _meanings(theirs, ours):
         if left != right:
@@ -154,6 +170,10 @@ def check_layers(sources: Sequence[Manifest], destination: Manifest, role: Role)
 
 _SAME_VERSION = "run the same SGLang and sglang-hetero on both sides"
 _SAME_MODEL = "start both with the same checkpoint"
+_SAME_CUT = (
+    "only a draft's heads may be whole on every rank of one side and sharded on the other; start both with the same "
+    "parallel settings"
+)
 
 
 _Value = str | int | tuple[Segment, ...]
@@ -171,9 +191,17 @@ def _meanings(theirs: Component, ours: Component) -> Iterable[tuple[str, str, _V
     # Sizes may well be equal where the order is not: a state of 4 x 4 read the wrong way round is plausible nonsense.
     yield "axes", _SAME_VERSION, ", ".join(a.name for a in theirs.axes), ", ".join(a.name for a in ours.axes)
     for left, right in zip(theirs.axes, ours.axes, strict=True):
-        yield f"axis {left.name} with segments", _SAME_MODEL, left.segments, right.segments
+        alike = _content(left.segments) == _content(right.segments)
+        if not (alike and ours.role.draft):
+            cut_remedy = _SAME_CUT if alike else _SAME_MODEL
+            yield f"axis {left.name} with segments", cut_remedy, left.segments, right.segments
         if not left.segments and not right.segments:
             yield f"live size of axis {left.name}", _SAME_MODEL, left.live_rows[1], right.live_rows[1]
+
+
+def _content(segments: tuple[Segment, ...]) -> tuple[tuple[str, int, int, bool], ...]:
+    """What all ranks together hold along the axis, be it that each has all heads or its share of them."""
+    return tuple((one.name, one.heads, one.width, one.sharding is Sharding.DIVIDED) for one in segments)
 
 
 def _check_opaque(source: Manifest, theirs: Component, destination: Manifest, ours: Component) -> None:

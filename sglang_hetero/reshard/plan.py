@@ -13,7 +13,7 @@ from sglang_hetero.layout.component import Component, Role
 from sglang_hetero.layout.manifest import Coordinates, Manifest, digest
 from sglang_hetero.layout.sharding import replica_count, shard_count, shard_interval
 
-from .compatibility import STRICT, Policy, check_component, check_layers, check_roles, check_sources
+from .compatibility import STRICT, Policy, check_components, check_layers, check_roles, check_sources
 from .coverage import prove
 from .share import Block, Share
 
@@ -78,21 +78,26 @@ def _shares(
     holders: dict[int, dict[int, int]],
     first_turn: int,
 ) -> list[Share]:
-    """The shares that make up one component of the destination; its layers take turns from `first_turn` on."""
-    checked: set[tuple[int, int]] = set()
+    """The shares that make up one component of the destination; its layers take turns from `first_turn` on.
+
+    Who holds what is read off the sources' own segments: a draft may be whole on every rank of one side.
+    """
+    cuts: dict[tuple[tuple[int, int], ...], tuple[tuple[Segment, ...], int]] = {}
     layers_of: dict[tuple[int, int, tuple[Block, ...]], list[int]] = {}
     # Layers of one stage and one turn are cut in the same way: in a deep model nearly all are found here.
-    known: dict[tuple[int, tuple[int, ...]], dict[int, tuple[Block, ...]]] = {}
-    period = _period(ours, sources[0].coordinates.tp_size)
+    known: dict[tuple[int, tuple[tuple[int, int], ...]], dict[int, tuple[Block, ...]]] = {}
     for turn, layer in enumerate(ours.layers, first_turn):
         stage = _stage(sources, destination, ours.role, layer, holders.get(layer, {}))
-        for held in sorted(stage.items() - checked):
-            number, position = held
-            check_component(sources[number], sources[number].components[position], destination, ours)
-            checked.add(held)
-        key = (turn % period, tuple(stage))
+        held = tuple(stage.items())
+        if held not in cuts:
+            theirs = [(sources[number], sources[number].components[position]) for number, position in held]
+            check_components(theirs, destination, ours)
+            segments = theirs[0][1].cut_axis.segments
+            cuts[held] = segments, _period(segments, sources[0].coordinates.tp_size)
+        cut, period = cuts[held]
+        key = (turn % period, held)
         if key not in known:
-            known[key] = _blocks(ours, tuple(stage), sources, destination, turn=turn)
+            known[key] = _blocks(ours, tuple(stage), sources, destination, cut=cut, turn=turn)
         for number, blocks in known[key].items():
             layers_of.setdefault((number, stage[number], blocks), []).append(layer)
     return [
@@ -129,24 +134,33 @@ def _stage(
     )
 
 
-def _period(ours: Component, source_tp: int) -> int:
+def _period(cut: tuple[Segment, ...], source_tp: int) -> int:
     """Turns after which every segment's replicas begin again."""
-    return math.lcm(*(len(ranks) for segment in ours.cut_axis.segments for _, ranks in _holders(segment, source_tp)))
+    return math.lcm(*(len(ranks) for segment in cut for _, ranks in _holders(segment, source_tp)))
 
 
 def _blocks(
-    ours: Component, stage: tuple[int, ...], sources: tuple[Manifest, ...], destination: Manifest, *, turn: int
+    ours: Component,
+    stage: tuple[int, ...],
+    sources: tuple[Manifest, ...],
+    destination: Manifest,
+    *,
+    cut: tuple[Segment, ...],
+    turn: int,
 ) -> dict[int, tuple[Block, ...]]:
-    """Per source number the runs of cut-axis elements that it is elected to send of one layer, which `stage` holds."""
+    """Per source number the runs of cut-axis elements that it is elected to send of one layer, which `stage` holds.
+
+    cut: the segments as the sources have them.
+    """
     place = destination.coordinates
     theirs_tp = sources[0].coordinates.tp_size
     number_of_rank = {sources[number].coordinates.tp_rank: number for number in stage}
     found: dict[int, list[Block]] = {number: [] for number in stage}
     destination_start = 0
     starts = dict.fromkeys(stage, 0)
-    for segment in ours.cut_axis.segments:
+    for segment, theirs in zip(ours.cut_axis.segments, cut, strict=True):
         wanted = segment.local_heads(place.tp_size, place.tp_rank)
-        for held, ranks in _holders(segment, theirs_tp):
+        for held, ranks in _holders(theirs, theirs_tp):
             first, last = max(held.start, wanted.start), min(held.stop, wanted.stop)
             if first >= last:
                 continue
@@ -161,7 +175,7 @@ def _blocks(
         destination_start += len(wanted) * segment.width
         for number in stage:
             rank = sources[number].coordinates.tp_rank
-            starts[number] += segment.local_size(theirs_tp, rank)
+            starts[number] += theirs.local_size(theirs_tp, rank)
     return {number: _joined(blocks) for number, blocks in found.items() if blocks}
 
 

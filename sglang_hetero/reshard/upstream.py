@@ -9,7 +9,7 @@ where SGLang knows the segments; with equal sizes one per run of pages and one p
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_hetero.layout.axes import AxisName, Sharding
+from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.layout.component import Component, Item, Role
 from sglang_hetero.layout.manifest import Manifest
 
@@ -44,7 +44,7 @@ def upstream(plan: Plan, pages: Pages, chunks: Sequence[range]) -> Upstream:
         if component.item is Item.SLOT:
             state += layers * (1 if equal else _state_blocks(component, source))
             continue
-        whole_pages = equal or _replicated(component)
+        whole_pages = equal or _latent(component)
         for number, chunk in enumerate(chunks):
             runs = item_runs(pages[chunk.start : chunk.stop])
             tokens = len(chunk) * source.page_size
@@ -70,8 +70,9 @@ def _has_kda(source: Manifest) -> bool:
     return Role.TARGET_LATENT in source.roles
 
 
-def _replicated(component: Component) -> bool:
-    return all(segment.sharding is Sharding.REPLICATED for segment in component.cut_axis.segments)
+def _latent(component: Component) -> bool:
+    """Pages that SGLang takes to be the same on every rank; not a draft's heads, even where they are."""
+    return component.cut_axis.name is AxisName.CHANNEL
 
 
 def _window_first(component: Component) -> bool:

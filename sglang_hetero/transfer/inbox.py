@@ -89,9 +89,7 @@ class Inbox:
                 f"a prompt of {message.tokens} tokens has {wanted} pages; {len(message.page_ids)} at prefill, "
                 f"{len(self.pages)} here"
             )
-        return {
-            stage: len(program.whole(message.chunks, message.tokens)) for stage, program in enumerate(self.programs)
-        }
+        return {stage: program.total(message.chunks, message.tokens) for stage, program in enumerate(self.programs)}
 
     def overdue(self, now: float, window_seconds: float, stall_seconds: float, units: Arena) -> str:
         """Why the request has waited too long, or an empty text: for units, or for anything to happen."""

@@ -102,6 +102,8 @@ class Destination:
     """How many of the request's chunks are in `sequence`."""
     queued: bool = False
     """Whether the peer's mover has it on its list."""
+    aborted: bool = False
+    """Whether the peer has said that it gives the request up."""
     goodbye: bool = False
     """Whether `Drained` has to be told once no write is in flight."""
 

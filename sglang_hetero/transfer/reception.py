@@ -128,8 +128,8 @@ class Reception:
                 case lifetime.Complete():
                     outgoing += self._complete(inbox)
                 case lifetime.Abort(reason):
-                    if inbox.units:
-                        outgoing += self._to(inbox, self._all(inbox), messages.Abort, reason=reason)
+                    # Also to sources that know nothing of it: prefill may be waiting for a Bind.
+                    outgoing += self._to(inbox, self._all(inbox), messages.Abort, reason=reason)
                 case lifetime.Failed(reason):
                     logger.warning("%s: room %d failed: %s", self.manifest.label, inbox.room, reason)
                     self.counters.add("failures")
@@ -146,9 +146,13 @@ class Reception:
             self._worker.put(inbox, arrived)
 
     def _complete(self, inbox: Inbox) -> Outgoing:
-        if not inbox.coverage.complete:
-            # The machine counts messages; what the destination has is known here, and this is what counts.
-            inbox.fault = f"all pieces have arrived, but nothing brought {inbox.coverage.missing()}"
+        # The machine counts messages; what the destination has is known here, and this is what counts.
+        missing, first = inbox.coverage.missing(), inbox.first
+        if missing:
+            inbox.fault = f"all pieces have arrived, but nothing brought {missing}"
+        elif first is not None and inbox.coverage.tokens not in (None, first.tokens):
+            inbox.fault = f"pages of {inbox.coverage.tokens} tokens have arrived, prefill says {first.tokens}"
+        if inbox.fault:
             logger.error("%s: room %d: %s", self.manifest.label, inbox.room, inbox.fault)
             return self._to(inbox, self._all(inbox), messages.Abort, reason=inbox.fault)
         self.counters.add("requests")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_hetero.errors import MergeError, MessageError
+from sglang_hetero.errors import BindError, MergeError, MessageError
 from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.layout.component import PLAIN, Component, Item, Role
 from sglang_hetero.layout.limits import MAX_SEGMENTS
@@ -172,6 +172,8 @@ def _content(component: Component, piece: Piece, memory: Memory, pages: Pages, s
     items = live_view(item_view(memory[component.role, piece.layer], component), component)
     page_ids = np.asarray(pages, dtype=np.int64)
     ids = pages_of(piece, page_ids) if component.item is Item.PAGE else np.array([slot], dtype=np.int64)
+    if not len(ids) or ids.min() < 1 or ids.max() >= component.items:
+        raise BindError(f"{piece}: not all of {component.role}'s {component.item}s exist, 1 to {component.items - 1}")
     content: npt.NDArray[np.generic]
     if items.is_cpu:
         # Not by torch: its threads wait for each other, which takes many times as long where the host is busy.

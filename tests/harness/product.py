@@ -12,6 +12,9 @@ PULL = {"SGLANG_HETERO_STATE": "pull"}
 PULL_IN_TURN = {**PULL, "SGLANG_HETERO_PARALLEL_SHARD_PULL": "0"}
 VERIFY = {"SGLANG_HETERO_VERIFY": "1"}
 
+SCARCE = {"SGLANG_HETERO_WINDOW": "2", "SGLANG_HETERO_STAGING_MB": "8"}
+"""Units for two requests at a time."""
+
 SIXES = {"kv_heads": 6, "linear_key_heads": 6, "linear_value_heads": 12}
 """Heads that 2 and 3 ranks can share out."""
 

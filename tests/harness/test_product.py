@@ -18,6 +18,7 @@ from .product import (
     PULL,
     PULL_IN_TURN,
     PUSH,
+    SCARCE,
     SIXES,
     VERIFY,
     around_pages,
@@ -132,7 +133,7 @@ def test_geometries(harness: Harness, shape: Geometry, prefill_tp: int, decode_t
 def test_more_requests_than_slots_and_units_wait(harness: Harness) -> None:
     """Case 30: 17 requests on 6 slots, and an arena of fewer units than they want."""
     shape = geometry(64)
-    with harness.pair(shape, prefill_tp=2, decode_tp=1, decode_env={"SGLANG_HETERO_STAGING_MB": "2"}) as pair:
+    with harness.pair(shape, prefill_tp=2, decode_tp=1, decode_env=SCARCE) as pair:
         handoffs = [Handoff(1 + 17 * number, min(3, 1 + number), seed=number) for number in range(17)]
         # Requests that arrive keep their memory for the comparison, so no more than the slots may arrive at a time.
         for start in range(0, len(handoffs), shape.slots):

@@ -9,7 +9,7 @@ import pytest
 from sglang_hetero.layout.window import ConvLayout
 
 from . import Abort, Geometry, Handoff, Harness, Leftovers, On, Pair, Result
-from .product import OFF, PULL, PUSH, SIXES, around_pages, check, check_all_is_back, check_ours, geometry
+from .product import OFF, PULL, PUSH, SCARCE, SIXES, around_pages, check, check_all_is_back, check_ours, geometry
 
 SHAPE = geometry(64)
 SOON = 10.0
@@ -38,6 +38,7 @@ def hand_over(pair: Pair, handoffs: Sequence[Handoff]) -> Result:
 @BOTH_SIDES
 def test_an_abort_ends_the_request_on_both_sides_and_no_other(harness: Harness, on: On, abort: tuple[int, int]) -> None:
     with harness.pair(SHAPE, prefill_tp=2, decode_tp=1, decode_env={"SGLANG_HETERO_WINDOW": "2"}) as pair:
+        check(pair, [Handoff(10)])  # the sides know each other
         gone = Handoff(250, CHUNKS, seed=1, abort=Abort(on, *abort))
         result = hand_over(pair, [gone, Handoff(129, 2, seed=2), replace(gone, seed=3)])
         aborted, other, third = result.outcomes
@@ -59,8 +60,7 @@ def test_a_hundred_random_aborts_leave_nothing(
     harness: Harness, mode: dict[str, str], prefill_tp: int, decode_tp: int
 ) -> None:
     rng = random.Random(f"{mode} {prefill_tp}")
-    scarce = {**mode, "SGLANG_HETERO_WINDOW": "2", "SGLANG_HETERO_STAGING_MB": "2"}
-    with harness.pair(SHAPE, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_env=scarce) as pair:
+    with harness.pair(SHAPE, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_env={**mode, **SCARCE}) as pair:
         check(pair, around_pages(64))
         before = [rank.call("threads") for rank in pair.ranks]
         aborts = 0

@@ -133,6 +133,16 @@ def without_draft(model: Model) -> Model:
     return tuple(tensor for tensor in model if not tensor.role.draft)
 
 
+def with_whole_draft(model: Model) -> Model:
+    """The same model with all of the draft's heads on every rank."""
+    return tuple(
+        replace(tensor, segments=tuple(replace(segment, replicated=True) for segment in tensor.segments))
+        if tensor.role.draft
+        else tensor
+        for tensor in model
+    )
+
+
 def heads_kv(role: Role, heads: int, width: int, layers: tuple[int, ...], dtype: str = "bfloat16") -> Tensor:
     """K or V of ordinary attention: `[token, head, channel]`."""
     axes = ((AxisName.TOKEN, None), (AxisName.HEAD, None), (AxisName.CHANNEL, width))

@@ -7,7 +7,20 @@ from hypothesis import strategies as st
 from sglang_hetero.layout import AxisName, Item, Role
 from sglang_hetero.reshard import STRICT, Policy
 
-from .model import ITEMSIZE, Model, Segment, Tensor, conv, heads_kv, latent_kv, legal, ssm, stage_of, without_draft
+from .model import (
+    ITEMSIZE,
+    Model,
+    Segment,
+    Tensor,
+    conv,
+    heads_kv,
+    latent_kv,
+    legal,
+    ssm,
+    stage_of,
+    with_whole_draft,
+    without_draft,
+)
 from .rank import Format, Shape
 
 TP_SIZES = (1, 2, 3, 4, 6, 8)
@@ -198,6 +211,11 @@ def cases(draw: st.DrawFn, family: st.SearchStrategy[Model], page_sizes: tuple[i
         decode_model, policy = without_draft(model), Policy(drop=drafts)
     elif choice == "decode":
         model, policy = without_draft(model), Policy(start_empty=drafts)
+    # A draft's heads on every rank of a side, whatever the other has.
+    if draw(st.integers(0, 2)) == 0:
+        model = with_whole_draft(model)
+    if draw(st.integers(0, 2)) == 0:
+        decode_model = with_whole_draft(decode_model)
     # With few layers a stage may hold none; such a server does not start.
     possible = [s for s in range(1, MAX_STAGES + 1) if all(stage_of(model, stage, s) for stage in range(s))]
     dp_size = draw(st.sampled_from([1, 1, 2]))

@@ -22,8 +22,7 @@ from tests.reference import Continuation, Speculation, greedy, greedy_with_mtp
 # A busy machine needs several times the 20 to 45 s of a quiet one. Below pytest's own limit per test.
 START_SECONDS = 500
 STOP_SECONDS = 60
-# Prefill steps of at most so many tokens: the longer prompts below come in chunks, and stay below the number of
-# descriptors that Mooncake's TCP transport takes at a time (docs/cpu.md).
+# Prefill steps of at most so many tokens: the longer prompts below come in chunks.
 CHUNK = 256
 OUTPUT_TOKENS = 24
 # Vocabulary ids that no byte of a text has (sglang_hetero/models/tokenizer.py).
@@ -39,7 +38,8 @@ LOGPROB_TOLERANCE = 1e-5
 class Setup:
     """What to start: a topology and the options of `sglang-hetero up` that differ from its defaults.
 
-    end: the signal that ends the launcher; it never reaches the servers themselves.
+    end: the signal that ends the launcher; it never reaches the servers themselves. chunk: tokens of a prefill step.
+    prefill, decode: environment of the servers of one role, NAME=VALUE.
     """
 
     topology: str
@@ -48,6 +48,9 @@ class Setup:
     conv_layout: str = "channels_first"
     options: tuple[str, ...] = ()
     end: signal.Signals = signal.SIGTERM
+    chunk: int = CHUNK
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -55,14 +58,17 @@ class Setup:
         parts += [self.model] if self.model != "tiny" else []
         parts += ["window-first"] if self.conv_layout == "window_first" else []
         parts += [option.strip("-") for option in self.options]
+        parts += [value.removeprefix("SGLANG_HETERO").strip("_").lower() for value in (*self.prefill, *self.decode)]
         return "-".join(parts)
 
     def command(self, log_dir: Path) -> list[str]:
         return [
             *(sys.executable, "-m", "sglang_hetero", "up", self.topology, "--json"),
             *("--mtp", str(self.mtp), "--model", self.model, "--conv-layout", self.conv_layout),
-            *("--chunk", str(CHUNK), "--start-seconds", str(START_SECONDS), "--log-dir", str(log_dir)),
+            *("--chunk", str(self.chunk), "--start-seconds", str(START_SECONDS), "--log-dir", str(log_dir)),
             *self.options,
+            *(word for value in self.prefill for word in ("--prefill-env", value)),
+            *(word for value in self.decode for word in ("--decode-env", value)),
             # Every step tells how many requests it serves.
             *("--", "--decode-log-interval", "1"),
         ]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_hetero.errors import StagingError, TopologyError
+from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.layout.component import Component, Item, Role
 from sglang_hetero.layout.manifest import Coordinates, Manifest
 from sglang_hetero.reshard.plan import Plan
@@ -83,8 +84,9 @@ def unit_bytes_for(manifest: Manifest) -> int:
 
     The unit must hold one page of every role and the linear state of one layer, each source in its own area. Which of
     the ranks that hold the same heads sends them changes from layer to layer, so each of them gets room for them all:
-    with P ranks and H heads that is max(1, P / H) times the piece, P times where all is replicated. Pipeline stages
-    make nothing larger: each holds some of the layers, and its sources have a unit to themselves.
+    with P ranks and H heads that is max(1, P / H) times the piece, P times where all is replicated, and of a draft's
+    heads what `_least` says. Pipeline stages make nothing larger: each holds some of the layers, and its sources have a
+    unit to themselves.
     """
     least = max(_least(manifest, tp) for tp in range(1, LARGEST_PREFILL_TP + 1) if _legal(manifest, tp))
     return aligned(max(least, UNIT_TARGET), UNIT_ALIGN)
@@ -122,11 +124,26 @@ def _legal(manifest: Manifest, tp: int) -> bool:
 
 
 def _least(manifest: Manifest, tp: int) -> int:
-    """Bytes of a unit that holds what `tp` ranks of prefill may have to send at a time."""
-    total = 0
+    """Bytes of a unit that holds what `tp` ranks of prefill may have to send at a time.
+
+    Of a draft's heads each rank may have all (and then any one sends a page of them) or its share, whatever decode has.
+    There are few such pages: one for each role and layer. Nothing takes more room than if each came whole from a rank
+    of its own, from those that need least for all the rest.
+    """
+    drafts = [part for part in manifest.components if part.role.draft and part.cut_axis.name is AxisName.HEAD]
+    page = max((part.cut_axis.size * aligned(_bytes_per_cut_element(part)) for part in drafts), default=0)
+    entries = sum(len(part.layers) for part in drafts)
+    others = sorted(_rest(manifest, tp))
+    return sum(max(nbytes, page) for nbytes in others[:entries]) + sum(others[entries:])
+
+
+def _rest(manifest: Manifest, tp: int) -> Iterator[int]:
+    """Bytes of each of `tp` ranks' areas for all but a draft's heads."""
     for rank in range(tp):
         pages, conv, ssm = 0, 0, 0
         for component in manifest.components:
+            if component.role.draft and component.cut_axis.name is AxisName.HEAD:
+                continue
             nbytes = _common_bytes(component, manifest.coordinates, tp, rank)
             if component.item is Item.PAGE:
                 pages = max(pages, nbytes)
@@ -134,8 +151,7 @@ def _least(manifest: Manifest, tp: int) -> int:
                 conv = max(conv, nbytes)
             else:
                 ssm = max(ssm, nbytes)
-        total += aligned(max(pages, aligned(conv) + ssm))
-    return total
+        yield aligned(max(pages, aligned(conv) + ssm))
 
 
 def _common_bytes(component: Component, place: Coordinates, tp: int, rank: int) -> int:

@@ -15,6 +15,8 @@ from sglang_hetero.launcher.topology import EXAMPLES, Role, TopologyNameError, p
         ("p2_d1", [("prefill", 2, 1), ("decode", 1, 1)]),
         ("p4_d1", [("prefill", 4, 1), ("decode", 1, 1)]),
         ("p2x2_d2", [("prefill", 2, 1), ("prefill", 2, 1), ("decode", 2, 1)]),
+        ("p2p4_d1", [("prefill", 2, 1), ("prefill", 4, 1), ("decode", 1, 1)]),
+        ("p1x2p3_d2", [("prefill", 1, 1), ("prefill", 1, 1), ("prefill", 3, 1), ("decode", 2, 1)]),
         ("p2_d2dp2", [("prefill", 2, 1), ("decode", 2, 2)]),
         ("p3x8_d16dp4", [("prefill", 3, 1)] * 8 + [("decode", 16, 4)]),
     ],
@@ -37,7 +39,7 @@ def test_every_example_is_a_topology():
     "name", ["", "p2", "p2d1", "P2_D1", "p2_d1 ", "mixed_tp", "mixed_tp2x2", "p2_d1x2", "p-1_d1", "p2x_d1", "p2_d1dp"]
 )
 def test_unknown_names_are_refused_with_the_grammar(name):
-    with pytest.raises(TopologyNameError, match=r"unknown topology .*p<N>\[x<M>\]_d<N>\[dp<M>\].*p2_d1"):
+    with pytest.raises(TopologyNameError, match=r"unknown topology .*p<N>\[x<M>\].*_d<N>\[dp<M>\].*p2_d1"):
         parse(name)
 
 
@@ -49,6 +51,7 @@ def test_unknown_names_are_refused_with_the_grammar(name):
         ("mixed_tp99999", "TP is 99999, allowed are 1 to 16"),
         ("p2x9_d1", "number of prefill servers is 9, allowed are 1 to 8"),
         ("p2x0_d1", "number of prefill servers is 0"),
+        ("p2x5p4x4_d1", "9 prefill servers, allowed are 1 to 8"),
         ("p2_d4dp3", "attention-DP 3 does not divide decode TP 4"),
     ],
 )

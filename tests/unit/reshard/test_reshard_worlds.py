@@ -43,6 +43,11 @@ def run(case):
         assert not {role for _, role in one.nbytes} & (world.policy.drop | world.policy.start_empty)
 
 
+def _whole(tensor):
+    """A draft's heads, all on every rank."""
+    return tensor.role.draft and tensor.cut is AxisName.HEAD and tensor.segments[0].replicated
+
+
 def traits(case):
     """What a case exercises; a sweep that never draws what it is for would pass whatever the code does."""
     world, page_size = case.world, case.world.shapes[0].page_size
@@ -52,6 +57,8 @@ def traits(case):
     yield "stages", world.stages
     yield "attention DP", world.dp[1]
     yield "draft", "dropped" if world.policy.drop else "starts empty" if world.policy.start_empty else "same"
+    whole = [any(_whole(tensor) for tensor in model) for model in (world.model, world.decode_model)]
+    yield "draft whole on prefill, decode", tuple(whole) if p > 1 and d > 1 else "a single rank"
     yield "full last page", case.tokens % page_size == 0
     yield "page of 128", page_size == 128
     yield "chunks", len(case.chunks) > 1
@@ -81,6 +88,7 @@ WANTED = {
 } | dict.fromkeys(
     ("one size divides the other", "full last page", "page of 128", "chunks", "dead rows differ", "divided heads"), BOTH
 )
+WHOLE = {"draft whole on prefill, decode": tuple(itertools.product(BOTH, BOTH))}
 REPLICAS = dict.fromkeys(("replicas on prefill", "replicas on decode"), BOTH)
 
 
@@ -95,7 +103,8 @@ def test_any_world(family):
         seen.update(traits(case))
 
     sweep()
-    wanted = {(trait, value) for trait, values in (WANTED | REPLICAS).items() for value in values}
+    traits_of_all = WANTED | REPLICAS | ({} if family == "kda_mla" else WHOLE)
+    wanted = {(trait, value) for trait, values in traits_of_all.items() for value in values}
     assert not wanted - seen
 
 

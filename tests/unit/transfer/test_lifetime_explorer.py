@@ -1,9 +1,11 @@
 """The lifetime machines through every interleaving of small transfers.
 
 The full product of 2 sources, 2 destinations, 2 requests and all faults has too many states. Each setup below is
-explored completely; together they cover each pair of features. The full one is walked through by chance. Bounds are
-part of the setups: at most 3 pieces per stage, 2 units and 4 faults of a run. In all of them messages between any two
-ranks arrive in any order and as late as can be, but for an Ack, which follows its Bind.
+explored completely: two requests, and two destinations, each with aborts by either side; pieces that not all share with
+an abort; repeated messages with one request and with a room's second use; a source's death with two requests. Two
+destinations together with repeated messages or a second use are only walked through by chance. Bounds are part of the
+setups: at most 3 pieces per stage, 2 units and 4 faults of a run. Messages between any two ranks arrive in any order
+and as late as can be, but for an Ack, which follows its Bind.
 """
 
 from dataclasses import replace

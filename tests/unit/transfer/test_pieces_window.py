@@ -53,11 +53,12 @@ MODELS = {
 
 
 @cache
-def ranks(geometry, side, tp, pp=1, *, draft=True):
+def ranks(geometry, side, tp, pp=1, *, draft=True, whole=False):
     places = [
         Coordinates(tp_rank=rank, tp_size=tp, pp_rank=stage, pp_size=pp) for stage in range(pp) for rank in range(tp)
     ]
-    return [manifest(geometry, side, place, OPTIONS, draft=draft) for place in places]
+    options = replace(OPTIONS, whole_draft=whole)
+    return [manifest(geometry, side, place, options, draft=draft) for place in places]
 
 
 def legal(geometry, tp):
@@ -94,6 +95,23 @@ def test_default_unit_is_enough_for_every_prefill(name, tight):
     assert len(sizes) > 1
     # Not far too much either: some prefill comes near it.
     assert max(need / unit for need, unit in least) > 0.6
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("width", [6, 32, 200])
+@pytest.mark.parametrize("whole", [(True, False), (False, True), (True, True)], ids=["prefill", "decode", "both"])
+@pytest.mark.parametrize("heads", [1, 2, 6, 16])
+def test_default_unit_is_enough_for_a_whole_draft(heads, whole, width, layers, tight):
+    """Each entry of it may come from a rank that has nothing else to send."""
+    geometry = replace(model(HeadAttention(heads, width, 2)), attention_layers=(1,), draft_layers=tuple(range(layers)))
+    sizes = [tp for tp in SIZES if legal(geometry, tp)]
+    for decode in sizes:
+        for rank in {0, decode - 1}:
+            destination = ranks(geometry, Side.DECODE, decode, whole=whole[1])[rank]
+            unit = unit_bytes_for(destination)
+            for prefill in sizes:
+                made = plan(ranks(geometry, Side.PREFILL, prefill, whole=whole[0]), destination)
+                check_window(made, window_for(made, unit, 2))
 
 
 def needed(made):

@@ -186,4 +186,7 @@ def test_memory_and_pages_that_do_not_fit():
         verify.destination_digests(receiver.plan, PIECES[0], {}, receiver.into.pages, 1)
     with pytest.raises(BindError, match="only 1 pages"):
         verify.destination_digests(receiver.plan, PIECES[0], receiver.memory, receiver.into.pages[:1], 1)
+    for slot in (-1, 0, 99):
+        with pytest.raises(BindError, match="conv's slots"):
+            verify.destination_digests(receiver.plan, PIECES[-1], receiver.memory, receiver.into.pages, slot)
     assert verify.destination_digests(receiver.plan, Piece(Role.TARGET_KEY, 0, 0, 1, 3), receiver.memory, (1,), 1) == {}

@@ -1,0 +1,282 @@
+"""Source side: the requests of one prefill rank on their way out: what may be written is, and an end is told to all.
+
+One lock guards the books; it is never held while bytes move or a message is posted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sglang_hetero.errors import HeteroError
+from sglang_hetero.layout.manifest import Manifest
+from sglang_hetero.merge.assemble import Memory
+
+from . import messages
+from .counters import Counters
+from .device import Lane
+from .engine.base import Engine
+from .lifetime import Epochs, SendingStatus
+from .link import Post
+from .outbox import Destination, Ids, Outbox, Peer
+from .pieces import Piece
+from .writer import PackBuffers, Writer
+
+logger = logging.getLogger(__name__)
+
+MAX_PARKED = 1024
+"""Bind messages that wait for their sender's registration or for the topology: a matter of moments."""
+MAX_ROOMS = 1 << 16
+"""Room numbers whose last use is remembered: far more than requests can be under way."""
+UNCLAIMED_SECONDS = 60.0
+"""How long it is remembered that a request has failed for which prefill has not been asked yet."""
+PULL_HOLD_SECONDS = 30.0
+"""How long pages of a failed request are kept for a decode rank that may be reading them; SGLang holds pages on decode
+as long for a prefill that may be writing them."""
+BATCHES_PER_WINDOW = 4
+"""A window goes out in so many writes, so that decode merges one part of it while the next is on its way."""
+
+
+class Events(Protocol):
+    """What the process around learns about a request; called from any thread, without the lock."""
+
+    def bound(self, room: int) -> None:
+        """Every decode rank has told where the request goes."""
+
+    def succeeded(self, room: int) -> None:
+        """Every decode rank has everything: pages and slot may be freed."""
+
+    def failed(self, room: int, reason: str) -> None:
+        """It will not arrive; no new write of it begins."""
+
+
+class Dispatch:
+    """The requests that one prefill rank sends: books and movers. `PrefillSide` is what others call."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        engine: Engine,
+        memory: Memory,
+        packs: PackBuffers,
+        lane: Lane,
+        post: Post,
+        control: Callable[[messages.Message], None],
+        events: Events,
+        stall_seconds: float,
+        counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """control: sends to the control service. stall_seconds: without any progress a request fails."""
+        self.manifest = manifest
+        self.counters = counters or Counters()
+        self._writer = Writer(engine, memory, packs, lane)
+        self._post, self._control, self._events = post, control, events
+        self._stall_seconds, self._clock = stall_seconds, clock
+        self._lock = threading.RLock()
+        self._sources: tuple[Manifest, ...] = ()
+        self._topology = ""
+        self._number = -1
+        self._peers: dict[str, Peer] = {}
+        self._rooms: dict[int, Outbox] = {}
+        # Also those of requests that have ended here but still have a write in flight. By incarnation, room and epoch.
+        self._destinations: dict[tuple[str, int, int], Destination] = {}
+        self._claimed: set[int] = set()
+        self._epochs = Epochs(keep=MAX_ROOMS)
+        self._parked: OrderedDict[tuple[str, int, int], messages.Bind] = OrderedDict()
+        self._early: dict[tuple[str, int, int], int] = {}  # what was acknowledged of a request whose Bind is parked
+
+    # For SGLang's scheduler.
+
+    def claim(self, room: int) -> None:
+        """SGLang has a sender for the request, which will `release` it."""
+        with self._lock:
+            self._claimed.add(room)
+
+    def _sweep(self) -> None:
+        """Drop what ended long ago and no sender has come for: the client has reached decode only. Lock is held."""
+        now = self._clock()
+        stale = [
+            room
+            for room, outbox in self._rooms.items()
+            if outbox.ended and room not in self._claimed and now - outbox.progress > UNCLAIMED_SECONDS
+        ]
+        for room in stale:
+            del self._rooms[room]
+
+    def fail(self, room: int, reason: str, only: Destination | None = None) -> None:
+        """End a request on this side: no write of it begins any more, and every decode rank is told why.
+
+        only: the destination that asked for it, if it is another one's room by now nothing else ends.
+        """
+        with self._lock:
+            outbox = self._rooms.get(room)
+            if only is not None and (outbox is None or outbox.destinations.get(only.rank) is not only):
+                only.sending.abort(reason)
+                return
+            if outbox is None or outbox.ended:
+                return
+            outbox.ended, outbox.reason, outbox.progress = True, reason, self._clock()
+            destinations = list(outbox.destinations.values())
+            for destination in destinations:
+                destination.sending.abort(reason)
+        logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
+        self.counters.add("failures")
+        for destination in destinations:
+            if destination is not only:
+                self._tell(
+                    destination.peer, messages.Failed, room, destination.epoch, source=self._number, reason=reason
+                )
+            self._farewell(destination)
+        self._events.failed(room, reason)
+
+    def _advance(self, outbox: Outbox) -> None:
+        """Let every destination have what has been computed of a request."""
+        try:
+            with self._lock:
+                for destination in outbox.destinations.values():
+                    outbox.extend(destination)
+                    self._wake(destination)
+        except HeteroError as error:
+            self.fail(outbox.room, f"{self.manifest.label}: {error}")
+
+    def may_free(self, room: int) -> bool:
+        """Whether pages and slot of a request that has failed here may be freed.
+
+        Decode may be reading them (mode pull), and would take what it reads for the request's until it knows better:
+        so it has to say that it does, or PULL_HOLD_SECONDS have to pass.
+        """
+        with self._lock:
+            outbox = self._rooms.get(room)
+            if outbox is None or not outbox.closed or self._clock() - outbox.progress > PULL_HOLD_SECONDS:
+                return True
+            return not any(
+                destination.program.pulls
+                and not destination.aborted
+                and destination.sending.status is not SendingStatus.FINISHED
+                for destination in outbox.destinations.values()
+            )
+
+    def failure(self, room: int) -> str | None:
+        """Why a request has failed on this side; None if it has not."""
+        with self._lock:
+            outbox = self._rooms.get(room)
+            return outbox.reason if outbox is not None else None
+
+    def release(self, room: int) -> None:
+        """SGLang is done with the request; what is still on its way is cut off first."""
+        self.fail(room, "the request ended on the prefill side")
+        with self._lock:
+            self._claimed.discard(room)
+            outbox = self._rooms.pop(room, None)
+            if outbox is None:
+                return
+            for destination in outbox.destinations.values():
+                if not destination.sending.in_flight:
+                    self._destinations.pop((destination.peer.incarnation, room, destination.epoch), None)
+
+    def check(self, room: int) -> None:
+        """Fail a request that stands still: called when SGLang polls, also moves on chunks that were not complete."""
+        with self._lock:
+            outbox = self._rooms.get(room)
+            if outbox is None or outbox.ended:
+                return
+            idle = self._clock() - outbox.progress
+            waits_for = [
+                each.peer.label for each in outbox.destinations.values() if each.sending.status is SendingStatus.SENDING
+            ]
+        self._advance(outbox)
+        if outbox.closed and idle > self._stall_seconds:
+            self.fail(room, f"no progress for {idle:.0f} s, waiting for {', '.join(waits_for)}")
+
+    # A mover.
+
+    def _wake(self, destination: Destination) -> None:
+        """Hand a destination that has something to write to its mover; the lock is held."""
+        mover = destination.peer.mover
+        runnable = destination.sending.runnable or destination.owes_total
+        if mover is not None and runnable and not destination.queued:
+            destination.queued = True
+            mover.wake(destination)
+
+    def _turn(self, destination: Destination) -> bool:
+        with self._lock:
+            outbox = self._rooms.get(destination.room)
+            taken = destination.sending.take(max(1, len(destination.units) // BATCHES_PER_WINDOW))
+            batch = [(seq, destination.sequence[seq]) for seq in taken]
+            if outbox is None or not (batch or destination.owes_total):
+                destination.queued = False
+                return False
+            destination.taken = max(destination.taken, taken.stop) if batch else destination.taken
+            pages, slot = outbox.pages, outbox.slot
+        try:
+            problem = self._write(destination, batch, pages, slot)
+        except Exception as error:
+            logger.exception("room %d to %s", destination.room, destination.peer.label)
+            problem = f"{type(error).__name__}: {error}"
+            with self._lock:
+                if destination.sending.in_flight:
+                    destination.sending.write_failed(problem, in_doubt=True)
+        with self._lock:
+            destination.queued = runnable = not problem and (destination.sending.runnable or destination.owes_total)
+            if outbox is not None:
+                outbox.progress = self._clock()
+        if problem:
+            self.fail(destination.room, f"{self.manifest.label} {problem}")
+        if destination.goodbye:
+            self._farewell(destination)
+        return runnable
+
+    def _write(self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int) -> str:
+        """Write a batch, which may be empty, and announce it; what went wrong, or an empty text."""
+        written = self._writer.write(destination, batch, pages, slot)
+        with self._lock:
+            if written.problem:
+                destination.sending.write_failed(written.problem, written.in_doubt)
+                return written.problem
+            if batch:
+                destination.sending.wrote()
+            if destination.sending.status is not SendingStatus.SENDING:
+                return ""
+            total = messages.Ready().total
+            if destination.owes_total and destination.sending.total is not None:
+                total, destination.total_told = destination.sending.total, True
+        self.counters.add("writes")
+        self.counters.add("descriptors", written.descriptors)
+        self.counters.add("bytes", written.nbytes)
+        if written.pieces or total >= 0:
+            self._tell(
+                destination.peer,
+                messages.Ready,
+                destination.room,
+                destination.epoch,
+                source=self._number,
+                pieces=written.pieces,
+                total=total,
+                digests=written.digests,
+            )
+        return ""
+
+    def _tell(self, peer: Peer, kind: Callable[..., messages.Message], room: int, epoch: int, **fields: Any) -> None:
+        """Post to a decode rank; one that cannot be reached has its own timeout."""
+        message = kind(room=room, epoch=epoch, incarnation=self.manifest.incarnation, **fields)
+        try:
+            self._post(peer.endpoint, messages.encode(message))
+        except Exception as error:
+            logger.warning("%s: no %s to %s: %s", self.manifest.label, type(message).__name__, peer.label, error)
+
+    def _farewell(self, destination: Destination) -> None:
+        """Tell the peer that nothing of the request will be written any more, once that is so."""
+        with self._lock:
+            destination.goodbye = destination.sending.in_flight
+            drained = destination.sending.drained
+            if drained:
+                key = (destination.peer.incarnation, destination.room, destination.epoch)
+                self._destinations.pop(key, None)
+        if drained:
+            self._tell(destination.peer, messages.Drained, destination.room, destination.epoch, source=self._number)

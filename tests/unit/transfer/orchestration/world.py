@@ -1,0 +1,329 @@
+"""P prefill ranks and D decode ranks in one process: real threads and memory, a network and a clock of the test's."""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from sglang_hetero.layout import Coordinates, Side
+from sglang_hetero.reshard import plan
+from sglang_hetero.transfer import messages
+from sglang_hetero.transfer.engine.loopback import Fabric, LoopbackEngine
+from sglang_hetero.transfer.pieces import StateMode
+from sglang_hetero.transfer.prefill import FirstToken
+from sglang_hetero.transfer.reception import Progress, Settings
+from sglang_hetero.transfer.sources import SourceSet
+from tests.reshard_oracle.handover import Place
+from tests.reshard_oracle.model import Model, stage_of
+from tests.reshard_oracle.rank import Shape
+from tests.unit.transfer.pieces_handover import least_unit
+
+from .network import Network
+from .nodes import DecodeNode, PrefillNode, RealRank, topology_of
+
+SECONDS = 10.0
+"""A test that waits longer has found a hang."""
+_worlds = itertools.count()
+
+
+@dataclass
+class Request:
+    """One request. ends: pages there are after each chunk; the last two may be equal: an empty last chunk."""
+
+    room: int
+    tokens: int
+    ends: tuple[int, ...]
+    seed: int
+    source: Place
+    places: list[Place]
+    sent: int = 0
+    """Chunks that prefill's scheduler has handed over."""
+    results: dict[str, Progress] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    bound_before: dict[str, int] = field(default_factory=dict)
+    gate: Callable[[], bool] = lambda: True
+    """`ready` of its chunks."""
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _Crashes(logging.Handler):
+    """Catches what a thread's last resort logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "turn failed" in record.getMessage():
+            self.found.append(f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}")
+
+
+class World:
+    """The ranks of one prefill replica and of one decode server."""
+
+    def __init__(
+        self,
+        model: Model,
+        tp: tuple[int, int],
+        *,
+        stages: int = 1,
+        mode: StateMode = StateMode.PREPUSH,
+        window: int = 3,
+        times_least: float = 2.0,
+        capacity: int = 2,
+        page_size: int = 4,
+        pages: int = 40,
+        slots: int = 12,
+        verify: bool = False,
+        parallel: bool = True,
+        seed: int = 1,
+        packs: int = 2,
+        pack_bytes: int | None = None,
+        shapes: tuple[Shape, Shape] | None = None,
+        engine: Callable[[str, Fabric], LoopbackEngine] = LoopbackEngine,
+        announce: bool = True,
+    ) -> None:
+        """capacity: requests whose windows the arena holds. announce: tell prefill its topology."""
+        self.tag = f"w{next(_worlds)}"
+        self.model, self.tp, self.stages, self.engine = model, tp, stages, engine
+        self.network, self.fabric, self.clock = Network(seed), Fabric(), _Clock()
+        self.random = np.random.default_rng(seed)
+        self.shapes = shapes or (Shape(page_size, pages, slots), Shape(page_size, pages, slots))
+        self._free = [self._ids(shape) for shape in self.shapes]
+        self.requests: dict[int, Request] = {}
+        sources = [self._rank(Side.PREFILL, r, s) for s in range(stages) for r in range(tp[0])]
+        ranks = [self._rank(Side.DECODE, r, 0) for r in range(tp[1])]
+        unit = max(int(least_unit(plan([s.manifest for s in sources], r.manifest)) * times_least) for r in ranks)
+        self.unit = -(-unit // 64) * 64
+        self.units = window * stages * capacity
+        self.settings = Settings(self.unit, window, mode, parallel, verify, 20.0, 30.0)
+        self._packs = (pack_bytes or self.unit, packs)
+        self.prefill = [self._prefill(rank) for rank in sources]
+        self.decode = [self._decode(rank) for rank in ranks]
+        self.topology = topology_of(self.prefill)
+        self.sets: list[SourceSet] = [node.side.join("prefill", self.topology) for node in self.decode]
+        self._crashes = _Crashes()
+        logging.getLogger("sglang_hetero.transfer").addHandler(self._crashes)
+        if announce:
+            self.announce()
+
+    def announce(self) -> None:
+        for node in self.prefill:
+            node.side.topology(self.topology)
+
+    def _ids(self, shape: Shape) -> tuple[list[int], list[int]]:
+        pages = [int(page) for page in self.random.permutation(np.arange(1, shape.pages + 1))]
+        return pages, [int(slot) for slot in self.random.permutation(np.arange(1, shape.slots + 1))]
+
+    def _rank(self, side: Side, rank: int, stage: int) -> RealRank:
+        tp, stages = (self.tp[0], self.stages) if side is Side.PREFILL else (self.tp[1], 1)
+        place = Coordinates(tp_rank=rank, tp_size=tp, pp_rank=stage, pp_size=stages)
+        model = stage_of(self.model, stage, stages)
+        name = f"{self.tag}{side[0]}{stage}{rank}"
+        return RealRank(model, side, place, self.shapes[side is Side.DECODE], name)
+
+    def _prefill(self, rank: RealRank) -> PrefillNode:
+        nbytes, packs = self._packs
+        return PrefillNode(
+            rank.manifest.host,
+            rank,
+            self.fabric,
+            self.network,
+            control=self.control,
+            clock=self.clock,
+            pack_bytes=nbytes,
+            packs=packs,
+        )
+
+    def _decode(self, rank: RealRank, name: str = "") -> DecodeNode:
+        return DecodeNode(
+            name or rank.manifest.host,
+            rank,
+            self.fabric,
+            self.network,
+            settings=self.settings,
+            units=self.units,
+            clock=self.clock,
+            engine=self.engine,
+        )
+
+    def control(self, message: messages.Message) -> None:
+        """The control service: each target gets the message with its own epoch."""
+        first = messages.decode(messages.encode(message))
+        assert isinstance(first, messages.FirstGeneration)
+        for target in first.targets:
+            for node in self.decode:
+                if node.identity == target.identity:
+                    own = replace(first, epoch=target.epoch, targets=(target,))
+                    self.network.put("control", node.name, own)
+
+    # What the schedulers do.
+
+    def request(self, room: int, tokens: int, *cuts: int, seed: int = 0, gate: Callable[[], bool] | None = None) -> Request:
+        """Pages and slots everywhere, the prompt's caches at prefill. cuts: pages after each chunk but the last."""
+        pages = -(-tokens // self.shapes[0].page_size)
+        source = self._place(0, pages)
+        places = [self._place(1, pages)] * len(self.decode)
+        made = Request(room, tokens, (*cuts, pages), seed or room, source, places)
+        if gate is not None:
+            made.gate = gate
+        for node in self.prefill:
+            for rank in (node.rank, node.twin):
+                rank.write(made.seed, source.pages, source.slot, tokens)
+        self.requests[room] = made
+        return made
+
+    def _place(self, side: int, pages: int) -> Place:
+        free, slots = self._free[side]
+        assert len(free) >= pages and slots, "the test has more requests than pages"
+        return Place(tuple(free.pop() for _ in range(pages)), slots.pop())
+
+    def open(self, request: Request) -> Request:
+        """Decode's scheduler: metadata is sent."""
+        request.bound_before = {node.name: node.events.count("bound", request.room) for node in self.prefill}
+        for node, known, place in zip(self.decode, self.sets, request.places, strict=True):
+            node.side.open(request.room, known, np.array(place.pages), place.slot)
+        return request
+
+    def start(self, room: int, tokens: int, *cuts: int, **options: object) -> Request:
+        return self.open(self.request(room, tokens, *cuts, **options))  # type: ignore[arg-type]
+
+    def is_bound(self, request: Request) -> bool:
+        return all(
+            node.events.count("bound", request.room) > request.bound_before[node.name] for node in self.prefill
+        )
+
+    def send_chunk(self, request: Request, **changes: object) -> None:
+        """Prefill's schedulers hand the next chunk over."""
+        page_size, number = self.shapes[0].page_size, request.sent
+        begin, end = ((0, *request.ends)[number], request.ends[number])
+        last = number == len(request.ends) - 1
+        for node in self.prefill:
+            place = node.rank.coordinates
+            speaks = last and place.tp_rank == 0 and place.pp_rank == place.pp_size - 1
+            fields: dict[str, object] = {
+                "first_page": begin,
+                "pages": np.array(request.source.pages[begin:end]),
+                "tokens": min(request.tokens, end * page_size) - begin * page_size,
+                "last": last,
+                "slot": request.source.slot if last else -1,
+                "first": FirstToken(7000 + request.seed, (b"row",), request.tokens) if speaks else None,
+                "ready": request.gate,
+            }
+            node.side.send(request.room, **{**fields, **changes})  # type: ignore[arg-type]
+        request.sent += 1
+
+    def step(self, *, send: bool = True) -> None:
+        """Once around: messages, prefill's polls and chunks, decode's polls."""
+        self.network.pump()
+        for request in list(self.requests.values()):
+            for node in self.prefill:
+                node.side.check(request.room)
+            if send and request.sent < len(request.ends) and request.bound_before and self.is_bound(request):
+                self.send_chunk(request)
+            for node in self.decode:
+                if node.side.holds(request.room):
+                    progress = request.results[node.name] = node.side.poll(request.room)
+                    if progress is Progress.FAILED:
+                        request.reasons[node.name] = node.side.reason(request.room)
+
+    def until(self, true: Callable[[], bool], *, send: bool = True, what: str = "") -> None:
+        """Go around until it is so."""
+        end = time.monotonic() + SECONDS
+        while not true():
+            assert time.monotonic() < end, f"{what or 'it'} did not happen: {self.describe()}"
+            self.step(send=send)
+            time.sleep(0.0003)
+
+    def rounds(self, count: int = 20, *, send: bool = True) -> None:
+        """Go around a few times, for what must not happen."""
+        for _ in range(count):
+            self.step(send=send)
+            time.sleep(0.001)
+
+    def describe(self) -> str:
+        states = [(node.name, node.side.state) for node in (*self.prefill, *self.decode)]
+        results = {room: (one.sent, one.results, one.reasons) for room, one in self.requests.items()}
+        return f"{states} {results} {[n.events.reasons for n in self.prefill]} {self.network.errors}"
+
+    def complete(self, request: Request) -> bool:
+        arrived = all(request.results.get(node.name) is Progress.COMPLETE for node in self.decode)
+        return arrived and all(node.events.count("succeeded", request.room) for node in self.prefill)
+
+    def failed(self, request: Request) -> bool:
+        """On all ranks of both sides."""
+        ours = all(request.results.get(node.name) is Progress.FAILED for node in self.decode)
+        return ours and all(node.side.failure(request.room) is not None for node in self.prefill)
+
+    def end(self, request: Request) -> None:
+        """The schedulers let go. What did not arrive is somebody else's memory from now on."""
+        for node, place in zip(self.decode, request.places, strict=True):
+            done = request.results.get(node.name) is Progress.COMPLETE
+            if done:
+                assert node.side.first(request.room).token == 7000 + request.seed
+                node.expect(request.seed, place, request.tokens)
+            node.side.settle(request.room)
+            if not done:
+                node.rank.scrub(place)
+        for node in self.prefill:
+            node.side.release(request.room)
+        del self.requests[request.room]
+
+    def serve(self, *requests: Request) -> None:
+        """All of these must arrive, byte for byte."""
+        self.until(lambda: all(self.complete(request) for request in requests), what="completion")
+        for request in requests:
+            self.end(request)
+
+    # What must hold.
+
+    @property
+    def idle(self) -> bool:
+        """Whether every side holds what it held at the start."""
+        sources = all(s["rooms"] == s["in_flight"] == 0 for s in (node.side.state for node in self.prefill))
+        return sources and all(
+            s["units_free"] == s["units"] and s["rooms"] == s["inboxes"] == s["waiting"] == 0
+            for s in (node.side.state for node in self.decode)
+        )
+
+    def check(self, *, idle: bool = True) -> None:
+        """Bytes, violations, threads, and, if wanted, that everything is free again."""
+        if idle:
+            self.until(lambda: self.idle, what="everything free again")
+        assert not self.network.errors, self.network.errors
+        assert not self.fabric.violations, self.fabric.violations
+        assert not self._crashes.found, self._crashes.found
+        for node in (*self.prefill, *self.decode):
+            assert (difference := node.difference()) is None, difference
+        names = [thread.name for thread in threading.enumerate() if self.tag in thread.name]
+        mergers = sum("merger" in name for name in names)
+        movers = sum(node.side.state["peers"] for node in self.prefill)
+        assert mergers == len(self.decode), names
+        assert sum("mover" in name for name in names) == movers, names
+
+    def close(self) -> None:
+        logging.getLogger("sglang_hetero.transfer").removeHandler(self._crashes)
+        for node in (*self.prefill, *self.decode):
+            node.side.close()
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def labels(nodes: Sequence[PrefillNode] | Sequence[DecodeNode]) -> list[str]:
+    return [node.rank.manifest.label for node in nodes]
