@@ -211,11 +211,12 @@ def cases(draw: st.DrawFn, family: st.SearchStrategy[Model], page_sizes: tuple[i
         decode_model, policy = without_draft(model), Policy(drop=drafts)
     elif choice == "decode":
         model, policy = without_draft(model), Policy(start_empty=drafts)
-    # A draft's heads on every rank of a side, whatever the other has.
-    if draw(st.integers(0, 2)) == 0:
-        model = with_whole_draft(model)
-    if draw(st.integers(0, 2)) == 0:
-        decode_model = with_whole_draft(decode_model)
+    # A draft's heads may all be on every rank of a side, whatever the other has.
+    whole = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
+    model, decode_model = (
+        with_whole_draft(one) if every_rank else one
+        for one, every_rank in zip((model, decode_model), whole, strict=True)
+    )
     # With few layers a stage may hold none; such a server does not start.
     possible = [s for s in range(1, MAX_STAGES + 1) if all(stage_of(model, stage, s) for stage in range(s))]
     dp_size = draw(st.sampled_from([1, 1, 2]))

@@ -57,8 +57,9 @@ def traits(case):
     yield "stages", world.stages
     yield "attention DP", world.dp[1]
     yield "draft", "dropped" if world.policy.drop else "starts empty" if world.policy.start_empty else "same"
-    whole = [any(_whole(tensor) for tensor in model) for model in (world.model, world.decode_model)]
-    yield "draft whole on prefill, decode", tuple(whole) if p > 1 and d > 1 else "a single rank"
+    models = zip((world.model, world.decode_model), world.tp, strict=True)
+    whole = tuple(tp > 1 and any(_whole(tensor) for tensor in model) for model, tp in models)
+    yield "draft whole on prefill, decode", whole
     yield "full last page", case.tokens % page_size == 0
     yield "page of 128", page_size == 128
     yield "chunks", len(case.chunks) > 1

@@ -169,6 +169,34 @@ class World:
                     own = replace(first, epoch=target.epoch, targets=(target,))
                     self.network.put("control", node.name, own)
 
+    def restart_decode(self, number: int) -> DecodeNode:
+        """Another process takes a decode rank's place, at the same endpoint; the former one is dead."""
+        old = self.decode[number]
+        old.engine.close()
+        old.side.close()
+        self.network.detach(old.name)
+        rank = self._rank(Side.DECODE, number, 0)
+        node = self.decode[number] = self._decode(rank, name=f"{rank.manifest.host}'{rank.manifest.incarnation}")
+        self.sets[number] = node.side.join("prefill", self.topology)
+        return node
+
+    def restart_prefill(self, number: int) -> PrefillNode:
+        """The same for a prefill rank; the others of its replica stay, and all learn the new topology."""
+        old = self.prefill[number]
+        old.engine.close()
+        old.side.close()
+        self.network.detach(old.name)
+        place = old.rank.coordinates
+        node = self.prefill[number] = self._prefill(self._rank(Side.PREFILL, place.tp_rank, place.pp_rank))
+        before = self.topology
+        self.topology = topology_of(self.prefill)
+        assert before.topology != self.topology.topology
+        self.announce()
+        for position, each in enumerate(self.decode):
+            self.sets[position] = each.side.join("prefill", self.topology)
+            each.side.gone(frozenset({old.rank.manifest.incarnation}))
+        return node
+
     # What the schedulers do.
 
     def request(self, room: int, tokens: int, *cuts: int, seed: int = 0, gate: Callable[[], bool] | None = None) -> Request:
@@ -258,6 +286,16 @@ class World:
         results = {room: (one.sent, one.results, one.reasons) for room, one in self.requests.items()}
         return f"{states} {results} {[n.events.reasons for n in self.prefill]} {self.network.errors}"
 
+    def epoch(self, room: int, rank: int = 0) -> int:
+        """Of the newest use of a room at a decode rank."""
+        name = self.decode[rank].name
+        binds = [one.message for one in self.network.sent(messages.Bind, room=room) if one.sender == name]
+        return max(bind.epoch for bind in binds)
+
+    def ids(self, node: PrefillNode | DecodeNode, room: int, rank: int = 0) -> dict[str, object]:
+        """Room, epoch (of that decode rank) and incarnation of a message that `node` would send."""
+        return {"room": room, "epoch": self.epoch(room, rank), "incarnation": node.rank.manifest.incarnation}
+
     def complete(self, request: Request) -> bool:
         arrived = all(request.results.get(node.name) is Progress.COMPLETE for node in self.decode)
         return arrived and all(node.events.count("succeeded", request.room) for node in self.prefill)
@@ -308,7 +346,7 @@ class World:
         for node in (*self.prefill, *self.decode):
             assert (difference := node.difference()) is None, difference
         names = [thread.name for thread in threading.enumerate() if self.tag in thread.name]
-        mergers = sum("merger" in name for name in names)
+        mergers = len({name for name in names if "merger" in name})
         movers = sum(node.side.state["peers"] for node in self.prefill)
         assert mergers == len(self.decode), names
         assert sum("mover" in name for name in names) == movers, names
