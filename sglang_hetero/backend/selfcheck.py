@@ -27,6 +27,10 @@ CONTEXT = "sglang.srt.runtime_context"
 _MADE_FOR = "this release is made for SGLang 0.5.23; install that version"
 
 
+SHOWN = 8
+"""Changes that a message lists; where there are more it is another version altogether."""
+
+
 @dataclass(frozen=True)
 class Symbol:
     """module, name: where it is; a dot in the name stands for a class and its attribute.
@@ -140,7 +144,8 @@ def check(symbols: Iterable[Symbol] = BOOTSTRAP + RANK) -> list[str]:
 def require(symbols: Iterable[Symbol] = BOOTSTRAP + RANK) -> None:
     """Raise UpstreamChanged with the list of what is missing or changed."""
     if problems := check(symbols):
-        raise UpstreamChanged(f"SGLang has changed: {'; '.join(problems)}; {_MADE_FOR}")
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise UpstreamChanged(f"SGLang has changed: {'; '.join(problems[:SHOWN])}{more}; {_MADE_FOR}")
 
 
 def find(symbol: Symbol) -> tuple[Any, str]:

@@ -1,6 +1,6 @@
 """The models as plain data: what each one's geometry is and why it exists. No torch here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from sglang_hetero.errors import HeteroError
@@ -12,6 +12,7 @@ class Family(StrEnum):
     QWEN3_5 = "qwen3_5_text"
     QWEN3_5_MOE = "qwen3_5_moe_text"
     QWEN3_NEXT = "qwen3_next"
+    QWEN3 = "qwen3"
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class Scales:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One checkpoint: a hybrid of gated-delta-net and full-attention layers with one MTP layer.
+    """One checkpoint: a hybrid of gated-delta-net and full-attention layers with one MTP layer, or, with an interval
+    of 1 and without `mtp_layers`, a plain transformer.
 
     Layer i is full attention if (i + 1) % full_attention_interval == 0, else linear attention. Sizes are
-    elements; heads are counts for tensor parallel size 1.
+    elements; heads are counts for tensor parallel size 1, 0 of linear ones where there is no such layer.
     """
 
     name: str
@@ -68,7 +70,7 @@ class ModelSpec:
     full_attention_interval: int = 4
     conv_kernel: int = 4
     max_positions: int = 65536
-    mtp_layers: int = field(default=1, init=False)
+    mtp_layers: int = 1
 
     @property
     def full_attention_layers(self) -> list[int]:
@@ -202,6 +204,26 @@ _ALL = [
         linear_key_dim=32,
         linear_value_dim=64,
         experts=Experts(count=8, per_token=2, intermediate_size=128, shared_intermediate_size=128),
+        scales=_SPARSE,
+    ),
+    ModelSpec(
+        name="tiny-gqa",
+        purpose="Qwen3: attention in every layer, no linear state and no MTP",
+        family=Family.QWEN3,
+        seed=1,
+        num_layers=4,
+        hidden_size=128,
+        vocab_size=512,
+        attention_heads=8,
+        kv_heads=4,
+        head_dim=64,
+        linear_key_heads=0,
+        linear_value_heads=0,
+        linear_key_dim=0,
+        linear_value_dim=0,
+        intermediate_size=256,
+        full_attention_interval=1,
+        mtp_layers=0,
         scales=_SPARSE,
     ),
     ModelSpec(

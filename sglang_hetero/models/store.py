@@ -21,7 +21,7 @@ from sglang_hetero.models.config import generation_config, model_config
 from sglang_hetero.models.specs import ModelSpec
 
 # Raise it whenever the code in this package makes other bytes from the same spec.
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 
 _MANIFEST = "complete.json"
 _ABANDONED_S = 3600  # making a model takes seconds: an older temporary folder belongs to a killed process

@@ -54,8 +54,11 @@ class _Builder:
         """A projection that gives outputs of deviation `gain` on inputs of unit variance."""
         return f"{name}.weight", self._spread(name, (out, inp), gain / math.sqrt(inp)).bfloat16()
 
-    def _norm(self, name: str, width: int, centre: float = 0.0) -> tuple[str, torch.Tensor]:
-        """Weight of a norm: most of this family's norms multiply by 1 + weight (centre 0)."""
+    def _norm(self, name: str, width: int) -> tuple[str, torch.Tensor]:
+        """Weight of a norm: those of hybrid models multiply by 1 + weight, Qwen3's by the weight."""
+        return self._norm_around(1.0 if self.spec.family is Family.QWEN3 else 0.0, name, width)
+
+    def _norm_around(self, centre: float, name: str, width: int) -> tuple[str, torch.Tensor]:
         return f"{name}.weight", (centre + self._spread(name, (width,), _NORM_SPREAD)).bfloat16()
 
     # The model, from top to bottom.
@@ -69,7 +72,8 @@ class _Builder:
             yield from self._layer(f"model.layers.{layer}", layer in full, spec.scales.branch)
         yield self._norm("model.norm", spec.hidden_size)
         yield self._lm_head()
-        yield from self._mtp()
+        if spec.mtp_layers:
+            yield from self._mtp()
 
     def _lm_head(self) -> tuple[str, torch.Tensor]:
         spec = self.spec
@@ -104,10 +108,12 @@ class _Builder:
     def _full_attention(self, prefix: str, branch: float) -> Iterator[tuple[str, torch.Tensor]]:
         spec, name = self.spec, f"{prefix}.self_attn"
         width, kv_width = spec.attention_heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        yield self._linear(f"{name}.q_proj", 2 * width, spec.hidden_size)  # per head: query, then output gate
+        gated = spec.family is not Family.QWEN3
+        # With a gate, per head: query, then output gate.
+        yield self._linear(f"{name}.q_proj", 2 * width if gated else width, spec.hidden_size)
         yield self._linear(f"{name}.k_proj", kv_width, spec.hidden_size)
         yield self._linear(f"{name}.v_proj", kv_width, spec.hidden_size)
-        yield self._linear(f"{name}.o_proj", spec.hidden_size, width, _GATED * branch)
+        yield self._linear(f"{name}.o_proj", spec.hidden_size, width, _GATED * branch if gated else branch)
         yield self._norm(f"{name}.q_norm", spec.head_dim)
         yield self._norm(f"{name}.k_norm", spec.head_dim)
 
@@ -127,7 +133,7 @@ class _Builder:
         yield f"{name}.conv1d.weight", taps.bfloat16()
         yield f"{name}.A_log", self._uniform(f"{name}.A_log", (heads,), *_A_LOG_RANGE)
         yield f"{name}.dt_bias", self._uniform(f"{name}.dt_bias", (heads,), *_DT_BIAS_RANGE).bfloat16()
-        yield self._norm(f"{name}.norm", spec.linear_value_dim, centre=1.0)
+        yield self._norm_around(1.0, f"{name}.norm", spec.linear_value_dim)
         yield self._linear(f"{name}.out_proj", spec.hidden_size, value_width, branch)
 
     def _mlp(self, name: str, inner: int, branch: float) -> Iterator[tuple[str, torch.Tensor]]:

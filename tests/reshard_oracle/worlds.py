@@ -1,6 +1,6 @@
 """Whole pairs of servers, drawn at random: model, dtypes, TP and PP sizes, pools, pages, chunks, policies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -57,6 +57,18 @@ class Case:
     world: World
     tokens: int
     chunks: tuple[range, ...]
+
+    def drafts(self) -> bool:
+        """Whether a draft by head goes from several ranks to one or more, or from one to several."""
+        moved = {tensor.role for tensor in self.world.model} & {tensor.role for tensor in self.world.decode_model}
+        return Role.DRAFT_KEY in moved and max(self.world.tp) > 1
+
+    def with_whole_draft(self, prefill: bool, decode: bool) -> "Case":
+        """The same with all of the draft's heads on every rank of these sides."""
+        world = self.world
+        model = with_whole_draft(world.model) if prefill else world.model
+        decode_model = with_whole_draft(world.decode_model) if decode else world.decode_model
+        return replace(self, world=replace(world, model=model, decode_model=decode_model))
 
 
 dtypes = st.sampled_from(sorted(ITEMSIZE))
@@ -211,12 +223,6 @@ def cases(draw: st.DrawFn, family: st.SearchStrategy[Model], page_sizes: tuple[i
         decode_model, policy = without_draft(model), Policy(drop=drafts)
     elif choice == "decode":
         model, policy = without_draft(model), Policy(start_empty=drafts)
-    # A draft's heads may all be on every rank of a side, whatever the other has.
-    whole = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
-    model, decode_model = (
-        with_whole_draft(one) if every_rank else one
-        for one, every_rank in zip((model, decode_model), whole, strict=True)
-    )
     # With few layers a stage may hold none; such a server does not start.
     possible = [s for s in range(1, MAX_STAGES + 1) if all(stage_of(model, stage, s) for stage in range(s))]
     dp_size = draw(st.sampled_from([1, 1, 2]))

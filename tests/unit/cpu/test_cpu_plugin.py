@@ -1,12 +1,13 @@
-"""The plugin acts on our CPU platform only."""
+"""What the plugin does in which process: it closes gaps on our CPU platform only, and puts the transfer in everywhere."""
 
-import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
 from sglang_hetero import plugin
+from sglang_hetero.backend import hooks
+from sglang_hetero.backend.options import Mode
 from sglang_hetero.cpu import enable, gaps
 from sglang_hetero.errors import HeteroError
 
@@ -17,6 +18,14 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 def calls(monkeypatch):
     record = []
     monkeypatch.setattr(gaps, "close_gaps", lambda: record.append(1))
+    return record
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """The options with which the transfer was put in."""
+    record = []
+    monkeypatch.setattr(hooks, "install", record.append)
     return record
 
 
@@ -121,7 +130,27 @@ def test_a_table_that_cannot_be_imported_stops_the_process(our_scheduler, capsys
     assert "sglang_hetero.cpu.gaps" in stops_with_one_line(capsys)
 
 
-def test_importing_and_calling_it_elsewhere_loads_no_torch():
-    code = "import sys; from sglang_hetero import plugin; plugin.activate(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={})
-    assert done.stdout.strip() == "False"
+def test_the_transfer_is_put_in_with_the_options_of_the_environment(installed, monkeypatch):
+    monkeypatch.setenv("SGLANG_HETERO", "always")
+    plugin.activate()
+    assert [options.mode for options in installed] == [Mode.ALWAYS]
+
+
+def test_the_gaps_are_closed_before_the_transfer_is_put_in(our_scheduler, installed, monkeypatch):
+    monkeypatch.setattr(gaps, "close_gaps", lambda: installed.append("gaps"))
+    plugin.activate()
+    assert [getattr(options, "mode", options) for options in installed] == ["gaps", Mode.AUTO]
+
+
+def test_a_wrong_option_stops_the_process(installed, capsys, monkeypatch):
+    monkeypatch.setenv("SGLANG_HETERO", "perhaps")
+    assert "SGLANG_HETERO='perhaps'" in stops_with_one_line(capsys)
+    assert not installed
+
+
+def test_a_transfer_that_does_not_fit_stops_the_process(capsys, monkeypatch):
+    def fail(_options):
+        raise HeteroError("SGLang has changed")
+
+    monkeypatch.setattr(hooks, "install", fail)
+    assert "the transfer cannot be put in: SGLang has changed" in stops_with_one_line(capsys)

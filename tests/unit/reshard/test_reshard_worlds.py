@@ -20,7 +20,7 @@ FIXED = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 
 
@@ -43,11 +43,6 @@ def run(case):
         assert not {role for _, role in one.nbytes} & (world.policy.drop | world.policy.start_empty)
 
 
-def _whole(tensor):
-    """A draft's heads, all on every rank."""
-    return tensor.role.draft and tensor.cut is AxisName.HEAD and tensor.segments[0].replicated
-
-
 def traits(case):
     """What a case exercises; a sweep that never draws what it is for would pass whatever the code does."""
     world, page_size = case.world, case.world.shapes[0].page_size
@@ -57,9 +52,6 @@ def traits(case):
     yield "stages", world.stages
     yield "attention DP", world.dp[1]
     yield "draft", "dropped" if world.policy.drop else "starts empty" if world.policy.start_empty else "same"
-    models = zip((world.model, world.decode_model), world.tp, strict=True)
-    whole = tuple(tp > 1 and any(_whole(tensor) for tensor in model) for model, tp in models)
-    yield "draft whole on prefill, decode", whole
     yield "full last page", case.tokens % page_size == 0
     yield "page of 128", page_size == 128
     yield "chunks", len(case.chunks) > 1
@@ -89,7 +81,6 @@ WANTED = {
 } | dict.fromkeys(
     ("one size divides the other", "full last page", "page of 128", "chunks", "dead rows differ", "divided heads"), BOTH
 )
-WHOLE = {"draft whole on prefill, decode": tuple(itertools.product(BOTH, BOTH))}
 REPLICAS = dict.fromkeys(("replicas on prefill", "replicas on decode"), BOTH)
 
 
@@ -104,9 +95,28 @@ def test_any_world(family):
         seen.update(traits(case))
 
     sweep()
-    traits_of_all = WANTED | REPLICAS | ({} if family == "kda_mla" else WHOLE)
-    wanted = {(trait, value) for trait, values in traits_of_all.items() for value in values}
+    wanted = {(trait, value) for trait, values in (WANTED | REPLICAS).items() for value in values}
     assert not wanted - seen
+
+
+WHOLE = {"prefill": (True, False), "decode": (False, True), "both": (True, True)}
+"""Which sides keep all of the draft's heads on every rank."""
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("family", ["gdn", "mamba2"])
+def test_any_world_with_a_whole_draft(family, whole):
+    seen = set()
+
+    @settings(FIXED, max_examples=30)
+    @given(worlds.cases(FAMILIES[family]).filter(worlds.Case.drafts))
+    def sweep(case):
+        run(case.with_whole_draft(*WHOLE[whole]))
+        seen.update(traits(case))
+
+    sweep()
+    wanted = {"tp": WANTED["tp"], "one size divides the other": BOTH, "chunks": BOTH, "replicas on prefill": BOTH}
+    assert not {(trait, value) for trait, values in wanted.items() for value in values} - seen
 
 
 @pytest.mark.parametrize("tp", [(4, 1), (1, 4), (4, 4), (2, 3), (6, 2)], ids=lambda tp: f"P{tp[0]}D{tp[1]}")

@@ -93,6 +93,10 @@ class Network:
         for one in list(held):
             self.deliver(one)
 
+    def flow(self) -> None:
+        """Nothing is held or cut any more; what is held is lost."""
+        self._held, self._broken = [], []
+
     def _link(self, one: Envelope) -> deque[Envelope]:
         return self._links.setdefault((one.sender, one.receiver), deque())
 

@@ -10,7 +10,7 @@ from sglang_hetero.transfer.pieces import StateMode
 
 from .models import FOUR, TWO
 from .network import of_kind
-from .world import World, labels
+from .world import World
 
 TOKENS = 22
 KEY = AnnouncedPiece(0, Role.TARGET_KEY, 1, 0, 1, 4)
@@ -23,19 +23,17 @@ def held_up(world: World):
     victim = world.start(1, TOKENS, 2)
     world.until(lambda: victim.sent == 2)
     world.rounds(5)
-    world.network.let_go([])
     return victim
 
 
 def fails(world: World, victim, *words: str) -> None:
     """The victim fails on both sides, with a reason that has these words, and others go on as if nothing had been."""
     world.until(lambda: world.failed(victim), what="failure on both sides")
-    for reason in (*victim.reasons.values(), *(node.side.failure(victim.room) for node in world.prefill)):
-        assert reason and any(label in reason for label in labels(world.prefill) + labels(world.decode)), reason
+    assert all(victim.reasons.values())
     for word in words:
         assert word in victim.reasons[world.decode[0].name], victim.reasons
     world.end(victim)
-    world.network._held.clear()
+    world.network.flow()
     world.serve(world.start(2, 9, 1))
     world.check()
 
@@ -114,8 +112,6 @@ def test_messages_that_are_somebody_elses(kind):
         for message in _foreign(world, make):
             world.network.deliver_to(world.decode[0].name, message)
         world.serve(request)
-        for kind_back in (messages.Ack, messages.Register, messages.TopologyRequest):
-            assert kind_back
         world.network.deliver_to(world.decode[0].name, messages.Ack(incarnation="x"))
         world.check()
         for message in (Ready(incarnation="x", room=1, epoch=1), Drained(incarnation="x", room=1, epoch=1)):

@@ -8,7 +8,7 @@ from sglang_hetero.transfer.messages import Abort, Ack, Bind, Finish, Register
 
 from .models import FOUR
 from .network import of_kind
-from .world import World, labels
+from .world import World
 
 
 def started(world: World, *, chunks: int):
@@ -24,15 +24,14 @@ def started(world: World, *, chunks: int):
 
 def fails(world: World, victim) -> None:
     world.until(lambda: world.failed(victim), what="failure on both sides", send=False)
-    for reason in (*victim.reasons.values(), *(node.side.failure(1) for node in world.prefill)):
-        assert reason and any(label in reason for label in labels(world.prefill) + labels(world.decode)), reason
+    assert all(victim.reasons.values())
     world.end(victim)
-    world.network._held.clear()
+    world.network.flow()
     world.serve(world.start(2, 9, 1))
     world.check()
 
 
-@pytest.mark.parametrize("upto", [100, messages.MAX_SEQ if hasattr(messages, "MAX_SEQ") else 1 << 40])
+@pytest.mark.parametrize("upto", [100, 1 << 40])
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3])
 def test_an_ack_of_what_was_never_sent(chunks, upto):
     """Whenever it comes; it must not get into SGLang's scheduler as an exception either."""
