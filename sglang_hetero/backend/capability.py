@@ -25,11 +25,15 @@ HTTP_OK, HTTP_NOT_FOUND = 200, 404
 
 @dataclass(frozen=True)
 class PrefillServer:
-    """info: SGLang's PrefillServerInfo. capability: None for a server without this package."""
+    """info: SGLang's PrefillServerInfo. capability: None for a server without this package.
+
+    problem: why this package over there and here cannot work together, or an empty text.
+    """
 
     address: str
     info: Any
     capability: Capability | None
+    problem: str = ""
 
     @property
     def capable(self) -> bool:
@@ -40,7 +44,7 @@ class PrefillServer:
 def ask(address: str) -> PrefillServer | None:
     """What is known of the prefill server whose bootstrap server has this address; None if it is not ready yet.
 
-    Raises TransferRefused if it speaks another version of the messages, or answers with what cannot be read.
+    Raises TransferRefused if it describes its ranks in a way that this SGLang does not know.
     """
     from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
@@ -58,7 +62,10 @@ def ask(address: str) -> PrefillServer | None:
         raise TransferRefused(
             f"the bootstrap server at {address} describes its ranks in an unknown way: {error}"
         ) from None
-    return PrefillServer(address, info, _capability(address, offer))
+    try:
+        return PrefillServer(address, info, _capability(address, offer))
+    except TransferRefused as error:
+        return PrefillServer(address, info, None, str(error))
 
 
 def offer(address: str) -> Capability | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.transfer.link import Endpoint
 from sglang_hetero.transfer.reception import Progress
 from sglang_hetero.transfer.sources import SourceSet
 
@@ -78,7 +79,8 @@ class ReceiverMixin:
     def init(self, prefill_dp_rank: int) -> None:
         reason = self.kv_mgr.hetero_refusal(self.bootstrap_addr)
         if reason is not None:
-            self._fail(reason)
+            self.prefill_dp_rank = prefill_dp_rank
+            self._give_up(reason)
             return
         self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr)
         super().init(prefill_dp_rank)  # type: ignore[misc]
@@ -91,7 +93,7 @@ class ReceiverMixin:
         try:
             self._source_set = self.kv_mgr.hetero_sources(self.bootstrap_addr, self.prefill_dp_rank)
         except HeteroError as error:
-            self._fail(str(error))
+            self._give_up(str(error))
 
     def send_metadata(  # noqa: PLR0917 (SGLang's signature)
         self,
@@ -124,7 +126,7 @@ class ReceiverMixin:
                 self.bootstrap_room, self._source_set, np.asarray(kv_indices, dtype=np.int64), slot
             )
         except HeteroError as error:
-            self._fail(str(error))
+            self._give_up(str(error))
 
     def poll(self) -> Any:
         from sglang.srt.disaggregation.base.conn import KVPoll
@@ -179,6 +181,35 @@ class ReceiverMixin:
         """Nothing of ours touches the request's pages after this; SGLang frees them next."""
         if self._hetero and self.kv_mgr.hetero_decode is not None:
             self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
+
+    def _give_up(self, reason: str) -> None:
+        """Fail the request before prefill has been told where it goes, and tell prefill, which waits for that."""
+        self._fail(reason)
+        info = self.kv_mgr.hetero_info(self.bootstrap_addr)
+        if info is None:
+            return
+        try:
+            for tp_rank in range(info.attn_tp_size):
+                for pp_rank in range(info.pp_size):
+                    found = self._get_bootstrap_info_from_server(  # type: ignore[attr-defined]
+                        self.prefill_dp_rank, 0, tp_rank, pp_rank
+                    )
+                    if found is not None:
+                        self._tell(found, reason)
+        except Exception as error:
+            logger.warning("room %d: prefill at %s was not told: %s", self.bootstrap_room, self.bootstrap_addr, error)
+
+    def _tell(self, found: dict[str, Any], reason: str) -> None:
+        """Give the request up at one prefill rank, in its own language."""
+        if self.kv_mgr.hetero_capable(self.bootstrap_addr):
+            endpoint = Endpoint(found["rank_ip"], int(found["rank_port"]))
+            self.kv_mgr.hetero_give_up(self.bootstrap_room, endpoint, reason)
+            return
+        from sglang.srt.disaggregation.common.conn import AbortNotification
+
+        sock, lock = self._connect_to_bootstrap_server(found)  # type: ignore[attr-defined]
+        with lock:
+            sock.send_multipart(AbortNotification(room=self.bootstrap_room).to_zmq())
 
     def _fail(self, reason: str) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll

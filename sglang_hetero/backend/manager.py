@@ -8,7 +8,9 @@ caches described and staging allocated before SGLang's constructor, the sides wh
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +30,7 @@ from . import capability, make
 from .first_token import read_row
 from .metrics import observer
 from .options import Mode, read
-from .pairing import Path, Registration, Route, decide, same_layouts
+from .pairing import Decision, Path, Registration, Route, decide, same_layouts
 from .peers import Peers
 from .rank import Rank, current_rank
 from .support import route_reasons
@@ -47,8 +49,6 @@ class ManagerMixin:
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False, **others: Any
     ) -> None:
-        import os
-
         self.hetero_options = read(os.environ)
         self.hetero_side = Side(disaggregation_mode.value)
         self.hetero_rank = current_rank(self.hetero_side, args)
@@ -57,6 +57,9 @@ class ManagerMixin:
         self._hetero_state_types = list(args.state_types)
         self._hetero_engine: Engine | None = None
         self._hetero_peers = Peers()
+        self._hetero_refused: dict[str, Any] = {}
+        # Requests that were never bound have no epoch of the decode side, and are told under a name of their own.
+        self._hetero_refuser, self._hetero_given_up = uuid.uuid4().hex, 0
         self._hetero_memory = None
         if self._hetero_able:
             self._hetero_memory = make.staging(self.hetero_rank, self.hetero_options, server_args)
@@ -301,16 +304,19 @@ class ManagerMixin:
             return True
         try:
             server = capability.ask(bootstrap_addr)
-            if server is None:
-                return False
+        except HeteroError as error:
+            logger.warning("%s", error)
+            return False
+        if server is None:
+            return False
+        try:
             decision = self._hetero_decide(server)
         except HeteroError as error:
-            logger.info("%s: %s", bootstrap_addr, error)
-            return False
+            decision = Decision(Path.REFUSED, str(error))
         if decision is None:
             return False
         logger.info("%s: %s", bootstrap_addr, decision.reason)
-        self._hetero_peers.decide(bootstrap_addr, decision)
+        self._hetero_peers.decide(bootstrap_addr, decision, capable=server.capable)
         if decision.path is Path.UPSTREAM:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         info = server.info
@@ -320,8 +326,13 @@ class ManagerMixin:
         self.prefill_info_table[bootstrap_addr] = info  # type: ignore[attr-defined]
         return True
 
-    def _hetero_decide(self, server: capability.PrefillServer) -> Any:
-        """The path, or None while the server's ranks are not all known."""
+    def _hetero_decide(self, server: capability.PrefillServer) -> Decision | None:
+        """The path, or None while the server's ranks are not all known.
+
+        Raises HeteroError if the caches of the two sides do not go together.
+        """
+        if server.problem:
+            return Decision(Path.REFUSED, server.problem)
         info, offer, rank = server.info, server.capability, self.hetero_rank
         same = False
         unsupported = route_reasons(info)
@@ -357,8 +368,27 @@ class ManagerMixin:
         """Why requests of this prefill server fail; it is asked anew for the next one, since servers are restarted."""
         reason = self._hetero_peers.refusal(address)
         if reason is not None:
-            self.prefill_info_table.pop(address, None)  # type: ignore[attr-defined]
+            info = self.prefill_info_table.pop(address, None)  # type: ignore[attr-defined]
+            if info is not None:
+                self._hetero_refused[address] = info
         return reason
+
+    def hetero_info(self, address: str) -> Any:
+        """SGLang's PrefillServerInfo of a server, also of one that was refused; None if it is not known."""
+        info = self.prefill_info_table.get(address)  # type: ignore[attr-defined]
+        return info if info is not None else self._hetero_refused.get(address)
+
+    def hetero_give_up(self, room: int, endpoint: Endpoint, reason: str) -> None:
+        """Tell a prefill rank that a request that was never bound will not be: it would wait for its timeout."""
+        with self.failure_lock:  # type: ignore[attr-defined]
+            self._hetero_given_up += 1
+            epoch = self._hetero_given_up
+        abort = messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason)
+        self._hetero_post(endpoint, messages.encode(abort))
+
+    def hetero_capable(self, address: str) -> bool:
+        """Whether that prefill server understands our messages."""
+        return self._hetero_peers.capable(address)
 
     def hetero_sources(self, address: str, dp_rank: int) -> SourceSet:
         """The ranks of a prefill replica. Raises HeteroError if they do not go together with this rank."""

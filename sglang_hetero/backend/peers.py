@@ -36,6 +36,7 @@ class Peers:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._decisions: dict[str, Decision] = {}
+        self._capable: set[str] = set()
         self._clients: dict[str, ControlClient] = {}
         self._ports: dict[str, int] = {}
         self._sources: dict[tuple[str, int], SourceSet] = {}
@@ -44,10 +45,18 @@ class Peers:
 
     # A decode rank.
 
-    def decide(self, address: str, decision: Decision) -> None:
-        """Requests of this server take this path from now on."""
+    def decide(self, address: str, decision: Decision, *, capable: bool) -> None:
+        """Requests of this server take this path from now on. capable: it understands our messages."""
         with self._lock:
             self._decisions[address] = decision
+            self._capable.discard(address)
+            if capable:
+                self._capable.add(address)
+
+    def capable(self, address: str) -> bool:
+        """Whether a server understands our messages."""
+        with self._lock:
+            return address in self._capable
 
     def path(self, address: str) -> Path | None:
         """The path of a server's requests; None if it is not known."""

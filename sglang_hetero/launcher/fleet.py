@@ -101,7 +101,9 @@ class Fleet:
         self.options.check()
         if not self.options.chunk:
             self.options = replace(self.options, chunk=self.options.default_chunk)
-        self.topology.check_model(models.spec(self.options.model))
+        model = models.spec(self.options.model)
+        self.options.check_model(model)
+        self.topology.check_model(model)
         self._check_environment()
         self._check_platform()
         ports = Ports(self.options.host)

@@ -4,6 +4,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from sglang_hetero.errors import OptionError
 from sglang_hetero.layout.window import ConvLayout
@@ -25,6 +26,15 @@ class DType(StrEnum):
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
+
+
+class HasDrafts(Protocol):
+    """The part of a model's description that says whether it can speculate."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def mtp_layers(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,11 @@ class Options:
             raise OptionError(f"--chunk {self.chunk}: must be 0 (the default) or larger")
         if self.chunk % self.page_size:
             raise OptionError(f"--chunk {self.chunk} is not a multiple of --page-size {self.page_size}")
+
+    def check_model(self, model: HasDrafts) -> None:
+        """Raise `OptionError` for what `model` cannot do."""
+        if self.mtp and not model.mtp_layers:
+            raise OptionError(f"--mtp {self.mtp}: {model.name} has no MTP layer; use --mtp 0 or another model")
 
     def _check_host(self) -> None:
         try:

@@ -81,7 +81,7 @@ def geometry_from_config(config: object) -> ModelGeometry:
             f"supported are {', '.join(sorted(FAMILIES))}",
         )
     geometry = reader(fields)
-    if not geometry.attention_layers or not geometry.linear_layers:
+    if not geometry.attention_layers or (geometry.linear is not None and not geometry.linear_layers):
         kind = "attention" if not geometry.attention_layers else "linear-attention"
         raise fields.error(f"lists no {kind} layer, so this is no hybrid model")
     return geometry

@@ -160,6 +160,23 @@ def _falcon_head_width(fields: Fields) -> int:
     return hidden // heads
 
 
+def _grouped_query(fields: Fields) -> ModelGeometry:
+    """Qwen3, dense and with experts: the same attention in every layer and nothing else (sglang/srt/models/qwen3.py,
+    qwen3_moe.py)."""
+    layers = fields.layer_count()
+    types = fields.strings("layer_types")
+    if types is not None and types != ("full_attention",) * layers:
+        raise fields.error(
+            f"has layer_types {list(types)}, only full_attention in each of {layers} layers is described"
+        )
+    return ModelGeometry(
+        attention=_head_attention(fields, fields.count("head_dim")),
+        attention_layers=tuple(range(layers)),
+        linear=None,
+        linear_layers=(),
+    )
+
+
 FAMILIES: dict[str, Callable[[Fields], ModelGeometry]] = {
     "qwen3_next": _gated_delta_net,
     "qwen3_5": _gated_delta_net,
@@ -169,6 +186,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelGeometry]] = {
     "kimi_linear": _kimi_linear,
     "nemotron_h": _nemotron_h,
     "falcon_h1": _falcon_h1,
+    "qwen3": _grouped_query,
+    "qwen3_moe": _grouped_query,
 }
 
 
@@ -196,7 +215,7 @@ def _head_attention(fields: Fields, width: int) -> HeadAttention:
     # Where it is absent, transformers and SGLang take different numbers; a guess here would be a third one.
     heads = fields.count("num_key_value_heads")
     _refuse_padding(fields, "num_key_value_heads", "original_total_num_kv_heads")
-    # SGLang gives a hybrid model's K and V one width (HybridLinearKVPool takes no other).
+    # SGLang gives K and V of these models one width (HybridLinearKVPool takes no other).
     return HeadAttention(heads, width, width)
 
 

@@ -76,7 +76,10 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Caches of a hybrid model, all ranks together. Layer ids are the model's; the draft counts its own from 0."""
+    """Caches of a model, all ranks together. Layer ids are the model's; the draft counts its own from 0.
+
+    linear: None of a plain transformer, which has attention in every layer.
+    """
 
     attention: HeadAttention | LatentAttention
     attention_layers: tuple[int, ...]

@@ -3,6 +3,8 @@
 from .workshop import Fault
 
 _SHARDING = "sglang_hetero/layout/sharding.py"
+_GEOMETRY = "sglang_hetero/layout/geometry.py"
+_KV_POOLS = "sglang_hetero/layout/kv_pools.py"
 _STATE_POOLS = "sglang_hetero/layout/state_pools.py"
 _AXES = "sglang_hetero/layout/axes.py"
 _COMPONENT = "sglang_hetero/layout/component.py"
@@ -39,7 +41,49 @@ FAULTS = [
         "    if segment.sharding is Sharding.REPLICATED:\n        return [(range(segment.heads), range(tp))]\n",
         "",
     ),
+    Fault(
+        "a draft is cut at the source as it is at decode",
+        _PLAN,
+        "for held, ranks in _holders(theirs, theirs_tp):",
+        "for held, ranks in _holders(segment, theirs_tp):",
+    ),
+    Fault(
+        "every replica of a whole draft sends it",
+        _PLAN,
+        "        return [(range(segment.heads), range(tp))]\n",
+        "        return [(range(segment.heads), range(rank, rank + 1)) for rank in range(tp)]\n",
+    ),
+    Fault(
+        "a target may be whole on one side",
+        _COMPATIBILITY,
+        "if not (alike and ours.role.draft):",
+        "if not alike:",
+    ),
+    Fault(
+        "ranks of one server may differ",
+        _COMPATIBILITY,
+        "        if left.segments != right.segments:\n",
+        "        if False:\n",
+    ),
     # What a rank says of its own pools.
+    Fault(
+        "a draft with all heads is taken for a sharded one",
+        _KV_POOLS,
+        "heads, local = attention.whole_segments(coordinates.tp_size), attention.kv_heads",
+        "local = attention.kv_heads",
+    ),
+    Fault(
+        "a target with all heads passes for a draft",
+        _KV_POOLS,
+        "    if draft and _heads_held(",
+        "    if _heads_held(",
+    ),
+    Fault(
+        "a single head is replicated on one side and not on the other",
+        _GEOMETRY,
+        "        if all(segment.local_size(tp, 0) == segment.heads for segment in self.segments):",
+        "        if tp == 1:",
+    ),
     Fault(
         "the live rows of a pool are the first ones",
         _STATE_POOLS,

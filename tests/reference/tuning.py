@@ -13,16 +13,18 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from sglang_hetero import models
-from tests.reference.speculation import greedy_with_mtp
+from tests.reference.speculation import Speculation, greedy_with_mtp
+from tests.reference.target import Continuation, greedy
 
 _TEXT = Path(__file__).parents[2] / "LICENSE"  # any few thousand characters of ASCII would do
+_DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Tuning:
     """Figures over all prompts of one model.
 
-    histogram[a]: rounds with a accepted drafts. smallest_gap: logit of the chosen token minus the runner-up's.
+    histogram[a]: rounds with a accepted drafts, empty without drafts. smallest_gap: logit of the chosen token minus the runner-up's.
     distinct: number of different tokens in each continuation.
     """
 
@@ -33,6 +35,8 @@ class Tuning:
     @property
     def accept_length(self) -> float:
         """Mean tokens per round: the accepted drafts and the target's own."""
+        if not self.histogram:
+            return 1.0
         return sum((a + 1) * rounds for a, rounds in enumerate(self.histogram)) / sum(self.histogram)
 
 
@@ -49,15 +53,19 @@ def text_prompts(model_path: Path, count: int = 40, longest: int = 300) -> list[
     return prompts
 
 
-def measure(model_path: Path, prompts: Sequence[Sequence[int]], n: int = 32, depth: int = 3) -> Tuning:
-    """Decode n tokens after each prompt with drafts of `depth`."""
-    histogram = [0] * (depth + 1)
+def measure(model_path: Path, prompts: Sequence[Sequence[int]], n: int = 32, depth: int = _DEPTH) -> Tuning:
+    """Decode n tokens after each prompt with drafts of `depth`; 0 for a model without an MTP head."""
+    histogram = [0] * (depth + 1) if depth else []
     gaps: list[float] = []
     distinct = []
     for prompt in prompts:
-        result = greedy_with_mtp(model_path, prompt, n, depth)
-        for accepted in result.accepted_per_round:
-            histogram[accepted] += 1
+        result: Continuation | Speculation
+        if depth:
+            result = greedy_with_mtp(model_path, prompt, n, depth)
+            for accepted in result.accepted_per_round:
+                histogram[accepted] += 1
+        else:
+            (result,) = greedy(model_path, [prompt], n)
         gaps += result.gaps
         distinct.append(len(set(result.tokens)))
     return Tuning(histogram, min(gaps), distinct)
@@ -67,7 +75,7 @@ def main(names: Sequence[str]) -> None:
     """Print one line per model."""
     for name in names or models.names():
         path = models.path(name)
-        tuning = measure(path, text_prompts(path))
+        tuning = measure(path, text_prompts(path), depth=_DEPTH if models.spec(name).mtp_layers else 0)
         print(
             f"{name}: accepted drafts {tuning.histogram}, accept length {tuning.accept_length:.2f}, "
             f"smallest gap {tuning.smallest_gap:.1e}, distinct tokens of 32: at least {min(tuning.distinct)}, "

@@ -35,6 +35,9 @@ DRAFT = {
     Role.TARGET_ROPE: Role.DRAFT_ROPE,
 }
 
+WHOLE_DRAFT = {"prefill": (True, False), "decode": (False, True), "both": (True, True)}
+"""Which sides may keep all of the draft's heads on every rank: prefill, decode."""
+
 
 @dataclass(frozen=True)
 class World:

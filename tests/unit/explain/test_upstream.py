@@ -77,6 +77,18 @@ def test_mamba2_blocks_of_sglang_are_in_the_wrong_places():
     assert x.destination == 16
 
 
+def test_a_draft_that_is_whole_on_every_rank_is_no_latent():
+    """SGLang would cut its pages by token like those of any heads; only latent pages go over in one piece."""
+    model = ModelGeometry(HeadAttention(8, 4, 4), (0,), None, (), (0,))
+    found = []
+    for whole in (False, True):
+        options = PoolOptions(page_size=4, pages=4, whole_draft=whole)
+        sources = [manifest(model, Side.PREFILL, Coordinates(tp_rank=rank, tp_size=2), options) for rank in range(2)]
+        made = plan(sources, manifest(model, Side.DECODE, Coordinates(), options))
+        found.append(upstream(made, np.array([1, 2]), [range(2)]).kv_descriptors)
+    assert found == [4 * 8, 4 * 8]
+
+
 def test_a_batch_is_a_chunk():
     """What is refused is a batch, not a prompt."""
     family = "gdn-channels-first"

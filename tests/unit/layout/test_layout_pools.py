@@ -71,6 +71,38 @@ def test_replicated_key_value_heads() -> None:
         assert axis.segments[0].local_heads(4, rank) == range(rank // 2, rank // 2 + 1)
 
 
+WHOLE = Segment("kv", 2, 1, Sharding.REPLICATED)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_draft_with_all_heads_on_every_rank(name: str, tp: int) -> None:
+    """The draft's pool is that of TP 1 beside a target of `tp`; with TP 4 the target's heads are replicated as well."""
+    pools = build(GDN, tp, name)
+    pools.draft = build(GDN, 1, name).draft
+    written = fill(pools, GDN)
+    for rank in range(tp):
+        manifest = describe_pools(pools, GDN, tp, rank)
+        assert_read_back(manifest, written)
+        for role in (Role.DRAFT_KEY, Role.DRAFT_VALUE):
+            assert manifest.of(role)[0].cut_axis.segments == (WHOLE,)
+        assert manifest.of(Role.TARGET_KEY)[0].cut_axis.segments == (Segment("kv", 2, 1),)
+        assert decode(encode(manifest)) == manifest
+    assert describe_pools(build(GDN, tp, name), GDN, tp).of(Role.DRAFT_KEY)[0].cut_axis.segments != (WHOLE,)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_one_head_is_no_whole_draft(tp: int) -> None:
+    """Where a rank's share is all heads the bytes are the same, and so is the description."""
+    single = dataclasses.replace(GDN, attention=dataclasses.replace(GDN.attention, kv_heads=1))
+    pools = build(single, tp)
+    expected = describe_pools(pools, single, tp)
+    pools.draft = build(single, 1).draft
+    found = describe_pools(pools, single, tp)
+    assert found.fingerprint == expected.fingerprint
+    assert {part.cut_axis.segments for part in found.of(Role.DRAFT_KEY)} == {(Segment("kv", 1, 1),)}
+
+
 def test_equal_layouts_have_equal_fingerprints() -> None:
     """An NPU's pages and its FIA view are the same bytes, and so are CUDA's; the conv order is not."""
     npu, fia, cuda = (describe_pools(build(GDN, 2, name), GDN, 2) for name in ("npu", "npu-fia", "cuda"))

@@ -97,6 +97,38 @@ def test_rejects_heads_that_cannot_be_sharded(plain: Pools) -> None:
         describe_pools(plain, model, 4)
 
 
+def test_rejects_a_target_with_all_heads_on_every_rank() -> None:
+    """Only a draft may have them; a target that does is no target of this TP size."""
+    pools = build(GDN, 2)
+    pools.target.full_kv_pool = build(GDN, 1).target.full_kv_pool
+    _rejects(pools, GDN, "target_key of layer 1", "[16, 2, 6]", "[any, 1, 6]", coordinates=coordinates(2, 0))
+
+
+def test_rejects_a_draft_with_some_of_the_heads() -> None:
+    """Neither its share of the model's heads nor all of them; nor all keys and a share of the values."""
+    four, eight = (_model(attention=HeadAttention(heads, 6, 6)) for heads in (4, 8))
+    pools = build(eight, 4)
+    pools.draft = build(four, 1).draft
+    _rejects(pools, eight, "draft_key of layer 0", "[16, 4, 6]", "[any, 2, 6]", coordinates=coordinates(4, 0))
+    pools.draft = build(eight, 1).draft
+    pools.draft.full_kv_pool.v_buffer = build(eight, 4).draft.full_kv_pool.v_buffer
+    _rejects(pools, eight, "draft_value of layer 0", "[16, 2, 6]", "[any, 8, 6]", coordinates=coordinates(4, 0))
+
+
+@pytest.mark.parametrize(("heads", "tp", "padded"), [(3, 3, 9), (2, 3, 6)])
+def test_rejects_padded_heads_that_look_like_a_whole_draft(heads: int, tp: int, padded: int) -> None:
+    """On a CPU SGLang pads the heads to a multiple of TP: a rank may then have as many as the model, some of them zeros.
+
+    Only with config.json, which says nothing of it; SGLang's own object is refused before (layout/families.py).
+    """
+    linear = {"conv_segments": tuple(divided(name, 6, 3) for name in "qkv"), "ssm_heads": 6, "ssm_rows": 3}
+    model = dataclasses.replace(_linear(**linear), attention=HeadAttention(heads, 6, 6))
+    pools = build(dataclasses.replace(model, attention=HeadAttention(padded, 6, 6)), tp)
+    assert padded // tp == heads
+    with pytest.raises((ManifestError, TopologyError), match=r"target_key of layer 1|cannot be sharded over TP 3"):
+        describe_pools(pools, model, tp)
+
+
 def test_rejects_linear_heads_fewer_than_ranks() -> None:
     """On a CPU SGLang pads them: the shapes are those of replicated heads, the content is not."""
     model = _linear(conv_segments=tuple(divided(name, 2, 3) for name in "qkv"), ssm_heads=2, ssm_rows=3)

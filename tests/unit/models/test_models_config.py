@@ -18,7 +18,9 @@ CLASSES = {
     "tiny-moe": "Qwen3_5MoeTextConfig",
     "tiny-next": "Qwen3NextConfig",
     "qwen35-2b-cache": "Qwen3_5TextConfig",
+    "tiny-gqa": "Qwen3Config",
 }
+HYBRID = [name for name in CLASSES if name != "tiny-gqa"]
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -29,14 +31,21 @@ def test_config(name: str) -> None:
     assert config.num_hidden_layers == spec.num_layers
     assert [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"] == spec.full_attention_layers
     assert (config.num_attention_heads, config.num_key_value_heads) == (spec.attention_heads, spec.kv_heads)
+    assert config.head_dim == spec.head_dim
+    assert config.max_position_embeddings == spec.max_positions
+    assert config.rope_parameters["rope_theta"] == 1e7
+    assert config.eos_token_id == spec.vocab_size - 1
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_config_of_a_hybrid(name: str) -> None:
+    spec = models.spec(name)
+    config = AutoConfig.from_pretrained(models.path(name))
     assert (config.linear_num_key_heads, config.linear_num_value_heads) == (
         spec.linear_key_heads,
         spec.linear_value_heads,
     )
     assert (config.linear_key_head_dim, config.linear_value_head_dim) == (spec.linear_key_dim, spec.linear_value_dim)
-    assert config.max_position_embeddings == spec.max_positions
-    assert config.rope_parameters["rope_theta"] == 1e7
-    assert config.eos_token_id == spec.vocab_size - 1
     sections = config.rope_parameters.get("mrope_section")
     if sections is not None:
         # Every rotary frequency belongs to one axis: half of the rotated quarter of a head.
@@ -59,6 +68,14 @@ def test_every_weight_has_a_place(name: str) -> None:
     assert float(first.A_log.detach().max()) < 0
     rows = model.lm_head.weight.detach()[[spec.pad_token, spec.eos_token]]
     assert not rows.any(), "pad and end token must have a logit of 0"
+
+
+def test_every_weight_of_a_plain_transformer_has_a_place() -> None:
+    model = load(models.path("tiny-gqa"))
+    spec = models.spec("tiny-gqa")
+    assert len(model.model.layers) == spec.num_layers
+    # Its norms multiply by the weight, those of the hybrid models by 1 + weight.
+    assert abs(float(model.model.norm.weight.detach().mean()) - 1) < 0.1
 
 
 def test_dtypes() -> None:

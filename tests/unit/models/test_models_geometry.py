@@ -9,7 +9,9 @@ from sglang_hetero import models
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.models.specs import Family
 
-ALL = ["tiny", "tiny-gqa2", "tiny-h6", "tiny-moe", "tiny-next", "qwen35-2b-cache"]
+HYBRID = ["tiny", "tiny-gqa2", "tiny-h6", "tiny-moe", "tiny-next", "qwen35-2b-cache"]
+PLAIN = ["tiny-gqa"]
+ALL = [*HYBRID[:-1], *PLAIN, HYBRID[-1]]
 # SGLang's CPU path pads feed-forward widths to a multiple of 32 per rank (configs/update_config.py).
 CPU_PADDING = 32
 
@@ -50,18 +52,32 @@ def test_unknown_name_lists_the_known_ones() -> None:
 def test_common_facts(name: str) -> None:
     spec = models.spec(name)
     assert spec.name == name
-    assert spec.mtp_layers == 1
     assert spec.max_positions >= 32768
     assert spec.attention_heads % spec.kv_heads == 0
-    assert spec.linear_value_heads % spec.linear_key_heads == 0
+    assert spec.kv_heads < spec.attention_heads
     assert sorted(spec.full_attention_layers + spec.linear_attention_layers) == list(range(spec.num_layers))
-    assert spec.full_attention_layers[0] == 3 and len(spec.linear_attention_layers) > len(spec.full_attention_layers)
     assert (spec.intermediate_size is None) == (spec.experts is not None)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_hybrids(name: str) -> None:
+    spec = models.spec(name)
+    assert spec.mtp_layers == 1
+    assert spec.linear_value_heads % spec.linear_key_heads == 0
+    assert spec.full_attention_layers[0] == 3 and len(spec.linear_attention_layers) > len(spec.full_attention_layers)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_transformers(name: str) -> None:
+    spec = models.spec(name)
+    assert spec.mtp_layers == 0
+    assert spec.full_attention_layers == list(range(spec.num_layers))
+    assert (spec.linear_key_heads, spec.linear_value_heads) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [(n, s) for n in ("tiny", "tiny-moe", "tiny-next") for s in (1, 2, 4)] + [("tiny-h6", s) for s in (1, 2, 3)],
+    [(n, s) for n in ("tiny", "tiny-moe", "tiny-next", "tiny-gqa") for s in (1, 2, 4)] + [("tiny-h6", s) for s in (1, 2, 3)],
 )
 def test_splits_evenly(name: str, size: int) -> None:
     uneven = {what: count for what, count in sharded(name).items() if count % size}
@@ -90,7 +106,7 @@ def test_key_and_value_widths_differ(name: str) -> None:
 
 
 def test_widths_of_k_and_v_differ_in_most() -> None:
-    equal = [name for name in ALL if models.spec(name).linear_key_width == models.spec(name).linear_value_width]
+    equal = [name for name in HYBRID if models.spec(name).linear_key_width == models.spec(name).linear_value_width]
     assert equal == ["tiny-h6", "qwen35-2b-cache"]
 
 
@@ -106,6 +122,7 @@ def test_cache_geometry_of_qwen35_2b() -> None:
 
 def test_families() -> None:
     families = {name: models.spec(name).family for name in ALL}
+    assert families.pop("tiny-gqa") is Family.QWEN3
     assert families.pop("tiny-moe") is Family.QWEN3_5_MOE
     assert families.pop("tiny-next") is Family.QWEN3_NEXT
     assert set(families.values()) == {Family.QWEN3_5}

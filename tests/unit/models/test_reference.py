@@ -11,6 +11,7 @@ from tests.reference.mtp import load_head
 from tests.reference.target import load
 
 ONE_PER_FAMILY = ["tiny", "tiny-moe", "tiny-next"]
+"""Of those with an MTP head."""
 
 # What SGLang 0.5.23 returned for prompt(length), 32 tokens, fp32 on a CPU, TP 1, NEXTN:
 # (model, depth, length, first tokens, last tokens, spec_correct_drafts_histogram). A change of specs or weights
@@ -38,7 +39,7 @@ def run(name: str, length: int, n: int, depth: int) -> Speculation:
     return greedy_with_mtp(models.path(name), prompt(length), n, depth)
 
 
-@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+@pytest.mark.parametrize("name", [*ONE_PER_FAMILY, "tiny-gqa"])
 def test_greedy_equals_generate(name: str) -> None:
     (ours,) = greedy(models.path(name), [prompt(43)], 16)
     theirs = load(models.path(name)).generate(

@@ -99,11 +99,7 @@ def test_any_world(family):
     assert not wanted - seen
 
 
-WHOLE = {"prefill": (True, False), "decode": (False, True), "both": (True, True)}
-"""Which sides keep all of the draft's heads on every rank."""
-
-
-@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("whole", worlds.WHOLE_DRAFT)
 @pytest.mark.parametrize("family", ["gdn", "mamba2"])
 def test_any_world_with_a_whole_draft(family, whole):
     seen = set()
@@ -111,7 +107,7 @@ def test_any_world_with_a_whole_draft(family, whole):
     @settings(FIXED, max_examples=30)
     @given(worlds.cases(FAMILIES[family]).filter(worlds.Case.drafts))
     def sweep(case):
-        run(case.with_whole_draft(*WHOLE[whole]))
+        run(case.with_whole_draft(*worlds.WHOLE_DRAFT[whole]))
         seen.update(traits(case))
 
     sweep()

@@ -10,7 +10,7 @@ from sglang_hetero.layout import Item, Role
 from sglang_hetero.transfer.pieces import StateMode, unit_bytes_for
 from tests.reshard_oracle import worlds
 from tests.reshard_oracle.handover import Request
-from tests.reshard_oracle.model import Segment, conv, heads_kv, latent_kv, ssm
+from tests.reshard_oracle.model import Segment, conv, heads_kv, latent_kv, ssm, with_whole_draft
 from tests.reshard_oracle.rank import CHANNELS_FIRST, WINDOW_FIRST, Format, Shape
 from tests.unit.transfer.pieces_handover import Staging, serve
 
@@ -22,7 +22,7 @@ FIXED = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 PAGE_SIZES = (128, 64, 128, 64, 1, 3)
 """Large ones twice: with pages as small as the made-up states a unit holds all of a request."""
@@ -132,6 +132,53 @@ def test_replicas(tp):
     shape = Shape(page_size=4)
     for receiver in serve(PLAIN_GQA, (tp[0], shape), (tp[1], shape), Request(9), Staging(times_least=1.0)):
         assert len({share.source for share in receiver.plan.shares}) > 2 // tp[1]
+
+
+@pytest.mark.parametrize("mode", StateMode)
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("whole", worlds.WHOLE_DRAFT)
+@pytest.mark.parametrize("tp", [(2, 1), (4, 2), (2, 2), (1, 2), (3, 2), (2, 3)], ids=lambda tp: f"P{tp[0]}D{tp[1]}")
+def test_draft_with_all_heads_on_every_rank(tp, whole, page_size, mode):
+    """Six heads where three ranks have to share them, with a draft of two layers in units that are used again."""
+    heads = 6 if 3 in tp else 4
+    target = SIX[:4] if heads == 6 else FOUR[:4]
+    draft = tuple(heads_kv(role, heads, width, (0, 1)) for role, width in ((Role.DRAFT_KEY, 4), (Role.DRAFT_VALUE, 2)))
+    models = [(*target, *(with_whole_draft(draft) if side else draft)) for side in worlds.WHOLE_DRAFT[whole]]
+    shape = Shape(page_size=page_size)
+    request = Request(6 if page_size == 1 else 9, (range(1), range(1, 6 if page_size == 1 else 3)))
+    staging = Staging(window=2, times_least=1.0, mode=mode)
+    receivers = serve(models[0], (tp[0], shape), (tp[1], shape), request, staging, decode_model=models[1])
+    for receiver in receivers:
+        shares = [share for share in receiver.plan.shares if share.role.draft]
+        if worlds.WHOLE_DRAFT[whole][0]:
+            writers = {(share.role, layer): 0 for share in shares for layer in share.layers}
+            assert sum(len(share.layers) for share in shares) == len(writers) == 4
+        program = receiver.programs(0)[1]
+        read = any(piece.role is not None for piece in program.reads(request.tokens))
+        # What lies in whole pages can be read; what has to be gathered is written.
+        assert read == (mode is StateMode.PULL and not all(share.packed for share in shares))
+
+
+@pytest.mark.parametrize("whole", worlds.WHOLE_DRAFT)
+@pytest.mark.parametrize("family", ["gdn", "mamba2"])
+def test_any_world_with_a_whole_draft(family, whole):
+    @settings(FIXED, max_examples=20)
+    @given(worlds.cases(FAMILIES[family], PAGE_SIZES).filter(worlds.Case.drafts), stagings)
+    def sweep(case, staging):
+        world = case.with_whole_draft(*worlds.WHOLE_DRAFT[whole]).world
+        serve(
+            world.model,
+            (world.tp[0], world.shapes[0]),
+            (world.tp[1], world.shapes[1]),
+            Request(case.tokens, case.chunks, world.seed),
+            staging,
+            stages=world.stages,
+            dp=world.dp,
+            decode_model=world.decode_model,
+            seed=world.seed,
+        )
+
+    sweep()
 
 
 @pytest.mark.parametrize("mode", StateMode)

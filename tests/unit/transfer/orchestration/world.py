@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
+from sglang_hetero.errors import ControlError
 from sglang_hetero.layout import Coordinates, Side
 from sglang_hetero.reshard import plan
 from sglang_hetero.transfer import messages
@@ -167,7 +168,10 @@ class World:
             for node in self.decode:
                 if node.identity == target.identity:
                     own = replace(first, epoch=target.epoch, targets=(target,))
-                    self.network.put("control", node.name, own)
+                    try:
+                        self.network.put("control", node.name, own)
+                    except OSError as error:
+                        raise ControlError(str(error)) from None  # as the client and backend/peers.py
 
     def restart_decode(self, number: int) -> DecodeNode:
         """Another process takes a decode rank's place, at the same endpoint; the former one is dead."""
