@@ -403,6 +403,12 @@ class ManagerMixin:
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
         self._hetero_peers.forget(failed_bootstrap_addr)
+        engine, side = self._hetero_engine, self.hetero_decode
+        if engine is None or side is None:
+            return
+        for known in self._hetero_peers.known(failed_bootstrap_addr):
+            ranks = zip(known.sources, known.sessions, strict=True)
+            side.gone(frozenset(source.incarnation for source, session in ranks if engine.peer_gone(session)))
 
     # For status pages and tests.
 

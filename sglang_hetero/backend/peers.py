@@ -103,6 +103,11 @@ class Peers:
             raise TransferRefused(f"the ranks of prefill replica {dp_rank} at {address} are not known yet; try again")
         return found
 
+    def known(self, address: str) -> list[SourceSet]:
+        """The replicas of a server that are known, also while it does not answer."""
+        with self._lock:
+            return [found for (server, _), found in self._sources.items() if server == address]
+
     def forget(self, address: str) -> None:
         """A server does not answer any more; what is known of its ranks stays, to be compared when it comes back."""
         with self._lock:

@@ -87,7 +87,7 @@ class CoreHandover:
             incarnation="1",
             target_pool=rank.target,
             draft_pool=rank.draft,
-            mamba_pool=rank.requests.mamba_pool,
+            mamba_pool=getattr(rank.requests, "mamba_pool", None),
         )
         return decode(encode(described))
 
@@ -107,7 +107,9 @@ def model_geometry(geometry: Geometry) -> ModelGeometry:
             ssm_heads=geometry.linear_value_heads,
             ssm_rows=geometry.linear_value_dim,
             ssm_columns=geometry.linear_key_dim,
-        ),
+        )
+        if geometry.linear_layers
+        else None,
         linear_layers=geometry.linear_layers,
         draft_layers=geometry.draft_layers,
     )

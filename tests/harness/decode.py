@@ -149,6 +149,8 @@ class DecodeRank(Rank):
 
     def _state_indices(self, live: Live) -> list[Any]:
         """Slot of each state component (decode.py, pop_preallocated): a hybrid model has only MAMBA."""
+        if not self._hybrid:
+            return []
         pool = self.pools.requests
         slot = pool.translate_mamba_indices(pool.req_index_to_mamba_index_mapping[live.req.kv.req_pool_idx])
         return [[slot.cpu().numpy()]]

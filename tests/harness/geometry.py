@@ -1,4 +1,4 @@
-"""Shape of the caches of one hybrid model, before any sharding. Plain data: no torch, no numpy, no SGLang."""
+"""Shape of the caches of one model, before any sharding. Plain data: no torch, no numpy, no SGLang."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Geometry:
-    """One hybrid model's caches, all ranks together.
+    """One model's caches, all ranks together: a hybrid's, or with attention in every layer a plain transformer's.
 
     Heads are totals over TP. Sizes are counts (tokens, pages, slots, elements), dtypes are torch's names.
     Raises ValueError when the parts contradict each other.
@@ -50,10 +50,10 @@ class Geometry:
 
     def __post_init__(self) -> None:
         layers = self.full_attention_layers
-        if list(layers) != sorted(set(layers)) or not set(layers) < set(range(self.layers)):
-            raise ValueError(
-                f"full_attention_layers={layers} must be an increasing proper subset of 0..{self.layers - 1}"
-            )
+        if list(layers) != sorted(set(layers)) or not set(layers) <= set(range(self.layers)):
+            raise ValueError(f"full_attention_layers={layers} must be an increasing subset of 0..{self.layers - 1}")
+        if not self.linear_layers and self.draft_tokens:
+            raise ValueError("a plain transformer has no MTP module here: draft_tokens must be 0")
         unknown = {self.kv_dtype, self.conv_dtype, self.ssm_dtype, self.hidden_dtype} - set(ITEMSIZE)
         if unknown:
             raise ValueError(f"unknown dtype {sorted(unknown)}, the harness knows {sorted(ITEMSIZE)}")
@@ -93,6 +93,6 @@ class Geometry:
         """Raise ValueError when SGLang could not shard these heads over `tp` ranks."""
         if self.kv_heads % tp and tp % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} and tp={tp}: neither divides the other")
-        for name in ("linear_key_heads", "linear_value_heads"):
+        for name in ("linear_key_heads", "linear_value_heads") if self.linear_layers else ():
             if getattr(self, name) % tp:
                 raise ValueError(f"{name}={getattr(self, name)} is not divisible by tp={tp}")

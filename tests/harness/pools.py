@@ -1,7 +1,8 @@
 """SGLang's own cache pools on CPU for one rank, and numpy views of their bytes.
 
 The constructor arguments follow mem_cache/kv_cache_configurator.py (`_build_hybrid_req_pool`,
-`_build_hybrid_mamba_decode_req_pool`, `_build_hybrid_linear_kv_pool`).
+`_build_hybrid_mamba_decode_req_pool`, `_build_hybrid_linear_kv_pool`; of a plain transformer `_build_decode_req_pool`,
+`_build_mha_kv_pool`).
 """
 
 from dataclasses import dataclass
@@ -35,9 +36,10 @@ class Pools:
 
     shard: Shard
     requests: Any
-    """HybridReqToTokenPool, or HybridMambaDecodeReqToTokenPool on decode."""
+    """HybridReqToTokenPool, or HybridMambaDecodeReqToTokenPool on decode; without linear layers ReqToTokenPool or
+    DecodeReqToTokenPool."""
     target: Any
-    """HybridLinearKVPool of the target model."""
+    """HybridLinearKVPool of the target model, without linear layers MHATokenToKVPool."""
     draft: Any
     """HybridLinearKVPool of the MTP layer, None without MTP."""
     allocator: Any
@@ -48,8 +50,54 @@ class Pools:
 
 def build(shard: Shard, *, decode: bool) -> Pools:
     """Allocate the pools of one rank as SGLang does for this model and TP size."""
-    from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
     from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    geometry = shard.geometry
+    requests, target, draft = _hybrid(shard, decode) if geometry.linear_layers else _plain(shard, decode)
+    return Pools(
+        shard=shard,
+        requests=requests,
+        target=target,
+        draft=draft,
+        allocator=_allocator(geometry, target),
+        metadata=MetadataBuffers(
+            geometry.slots,
+            hidden_size=geometry.hidden_size,
+            hidden_states_dtype=getattr(torch, geometry.hidden_dtype),
+            max_sampling_mask_tokens=1,
+        ),
+    )
+
+
+def _plain(shard: Shard, decode: bool) -> tuple[Any, Any, None]:
+    from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+    geometry = shard.geometry
+    common = {
+        "size": geometry.slots,
+        "max_context_len": geometry.pages * geometry.page_size,
+        "device": DEVICE,
+        "enable_memory_saver": False,
+    }
+    requests = DecodeReqToTokenPool(**common, pre_alloc_size=0) if decode else ReqToTokenPool(**common)
+    target = MHATokenToKVPool(
+        geometry.pages * geometry.page_size,
+        page_size=geometry.page_size,
+        dtype=getattr(torch, geometry.kv_dtype),
+        head_num=geometry.local_kv_heads(shard.tp),
+        head_dim=geometry.head_dim,
+        layer_num=geometry.layers,
+        device=DEVICE,
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=geometry.layers,
+    )
+    return requests, target, None
+
+
+def _hybrid(shard: Shard, decode: bool) -> tuple[Any, Any, Any]:
+    from sglang.srt.disaggregation.decode import HybridMambaDecodeReqToTokenPool
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 
     geometry = shard.geometry
@@ -95,21 +143,8 @@ def build(shard: Shard, *, decode: bool) -> Pools:
             mamba_pool=requests.mamba_pool,
         )
 
-    target = kv_pool(geometry.full_attention_layers)
     draft = kv_pool(geometry.draft_layers) if geometry.draft_tokens else None
-    return Pools(
-        shard=shard,
-        requests=requests,
-        target=target,
-        draft=draft,
-        allocator=_allocator(geometry, target),
-        metadata=MetadataBuffers(
-            geometry.slots,
-            hidden_size=geometry.hidden_size,
-            hidden_states_dtype=getattr(torch, geometry.hidden_dtype),
-            max_sampling_mask_tokens=1,
-        ),
-    )
+    return requests, kv_pool(geometry.full_attention_layers), draft
 
 
 def shuffle_free_lists(pools: Pools, aux_allocator: Any, seed: int) -> None:
@@ -123,8 +158,9 @@ def shuffle_free_lists(pools: Pools, aux_allocator: Any, seed: int) -> None:
         return [int(value) for value in rng.permutation(np.asarray(values))]
 
     pools.allocator.free_pages = torch.tensor(permuted(pools.allocator.free_pages), dtype=torch.int64)
-    slots = pools.requests.mamba_allocator
-    slots.free_slots = torch.tensor(permuted(slots.free_slots), dtype=slots.free_slots.dtype)
+    if pools.shard.geometry.linear_layers:
+        slots = pools.requests.mamba_allocator
+        slots.free_slots = torch.tensor(permuted(slots.free_slots), dtype=slots.free_slots.dtype)
     pools.requests.free_slots[:] = permuted(pools.requests.free_slots)
     aux_allocator.free_slots.extend(permuted([aux_allocator.free_slots.popleft() for _ in range(aux_allocator.size)]))
 
@@ -147,8 +183,8 @@ def buffers(pools: Pools) -> list[tuple[Buffer, Bits]]:
         for layer in layers:
             add(key, layer, f"{role} K", _KV_AXES, pool.get_key_buffer(layer))
             add(value, layer, f"{role} V", _KV_AXES, pool.get_value_buffer(layer))
-    state = pools.requests.mamba_pool.mamba_cache
     for index, layer in enumerate(geometry.linear_layers):
+        state = pools.requests.mamba_pool.mamba_cache
         add(Component.CONV, layer, "conv", _CONV_AXES[geometry.conv_layout], state.conv[0][index])
         add(Component.SSM, layer, "SSM", _SSM_AXES, state.temporal[index])
     aux = [(name, value) for name, value in vars(pools.metadata).items() if isinstance(value, torch.Tensor)]

@@ -16,6 +16,10 @@ from .oracle import Bits, Component
 from .sides import LOOPBACK, Request, Shard, Side
 
 
+NO_SLOT = -1
+"""Of a model without linear state."""
+
+
 @dataclass
 class Live:
     """A request that a rank holds."""
@@ -41,6 +45,10 @@ class Rank:
         self.scheduler = scheduler.build(shard, side)
         self.scheduler.tree_cache.claim_kv_row = self._claim
         self.live: dict[int, Live] = {}
+
+    @property
+    def _hybrid(self) -> bool:
+        return bool(self.shard.geometry.linear_layers)
 
     @property
     def pools(self) -> Any:
@@ -83,7 +91,7 @@ class Rank:
         return {
             "pages": pools.allocator.available_size() // self.shard.geometry.page_size,
             "rows": len(pools.requests.free_slots),
-            "slots": len(pools.requests.mamba_allocator.free_slots),
+            "slots": len(pools.requests.mamba_allocator.free_slots) if self._hybrid else len(pools.requests.free_slots),
             "aux rows": self.scheduler.req_to_metadata_buffer_idx_allocator.available_size(),
         }
 
@@ -108,7 +116,7 @@ class Rank:
             seed=live.request.seed,
             tokens=live.request.tokens,
             pages=tuple(int(page) for page in row[:: self.shard.geometry.page_size] // self.shard.geometry.page_size),
-            slot=int(live.req.kv.mamba_pool_idx),
+            slot=int(live.req.kv.mamba_pool_idx) if self._hybrid else NO_SLOT,
             aux_row=self._aux_row(live),
         )
 
@@ -144,7 +152,8 @@ class Rank:
         page_size = self.shard.geometry.page_size
         tokens = pools.requests.req_to_token[req.kv.req_pool_idx, : live.request.tokens]
         pools.allocator.free(tokens[::page_size].long() // page_size * page_size)
-        pools.requests.free_mamba_cache(req)
+        if self._hybrid:
+            pools.requests.free_mamba_cache(req)
         pools.requests.free(req)
         req.kv.mark_kv_released()
 

@@ -89,21 +89,26 @@ def model_config(shard: Shard) -> SimpleNamespace:
 
 
 def text_config(geometry: Geometry) -> SimpleNamespace:
-    """What transformers would read from the config.json of a Qwen3.5 with these caches.
+    """What transformers would read from the config.json of a Qwen3.5 with these caches, without linear layers a Qwen3.
 
     It is the checkpoint's, so it says nothing of the dtypes of the caches, and it has the MTP module whether or not a
     server speculates.
     """
     full = set(geometry.full_attention_layers)
+    common = {
+        "dtype": "bfloat16",
+        "hidden_size": geometry.hidden_size,
+        "num_hidden_layers": geometry.layers,
+        "num_attention_heads": geometry.kv_heads,
+        "num_key_value_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+    }
+    if not geometry.linear_layers:
+        return SimpleNamespace(model_type="qwen3", architectures=["Qwen3ForCausalLM"], **common)
     return SimpleNamespace(
         model_type="qwen3_5_text",
         architectures=["Qwen3_5ForCausalLM"],
-        dtype="bfloat16",
-        hidden_size=geometry.hidden_size,
-        num_hidden_layers=geometry.layers,
-        num_attention_heads=geometry.kv_heads,
-        num_key_value_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
+        **common,
         layer_types=["full_attention" if layer in full else "linear_attention" for layer in range(geometry.layers)],
         full_attention_layer_ids=list(geometry.full_attention_layers),
         linear_conv_kernel_dim=geometry.conv_kernel,
@@ -146,7 +151,9 @@ def build(shard: Shard, side: Side) -> Any:
     scheduler.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(geometry.slots)
     # release_kv_cache asks it who frees a request's memory; rank.py puts itself there.
     scheduler.tree_cache = SimpleNamespace(
-        maybe_hand_to_session=lambda request: None, supports_mamba=lambda: True, claim_kv_row=None
+        maybe_hand_to_session=lambda request: None,
+        supports_mamba=lambda: bool(geometry.linear_layers),
+        claim_kv_row=None,
     )
     # Where SGLang streams the error of a request that it refuses.
     scheduler.output_streamer = SimpleNamespace(stream_output=lambda requests, return_logprob: None)

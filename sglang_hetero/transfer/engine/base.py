@@ -50,6 +50,9 @@ class Engine(Protocol):
     def read(self, session: str, local: npt.ArrayLike, remote: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         """Copy bytes of the peer here; returns when local memory has them all. In no order. EngineError."""
 
+    def peer_gone(self, session: str) -> bool:
+        """Whether it is certain that the peer's process has ended: nothing of it can be on its way. May take seconds."""
+
     def close(self) -> None:
         """Let go of what this object registered. Idempotent; write and read are refused afterwards."""
 

@@ -164,6 +164,11 @@ class Fabric:
         with self._lock:
             self._regions.pop(session, None)
 
+    def has(self, session: str) -> bool:
+        """Whether the session has joined and not left."""
+        with self._lock:
+            return session in self._regions
+
     def register(self, session: str, regions: Sequence[Region]) -> None:
         with self._lock:
             known = self._known(session, session)
@@ -238,6 +243,9 @@ class LoopbackEngine:
 
     def read(self, session: str, local: npt.ArrayLike, remote: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         self._transfer(Operation.READ, session, check_batch(local, remote, sizes))
+
+    def peer_gone(self, session: str) -> bool:
+        return not self._fabric.has(session)
 
     def close(self) -> None:
         self._fabric.leave(self._session)

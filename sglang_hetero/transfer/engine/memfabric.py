@@ -33,7 +33,7 @@ class MemFabric(NativeEngine):
             "every region lies in device memory of this NPU"
         )
 
-    def _peer_gone(self, session: str) -> bool:
+    def peer_gone(self, session: str) -> bool:
         # A session's port need not be one that MemFabric listens on, so that a refusal proves nothing.
         return False
 

@@ -55,7 +55,7 @@ class Mooncake(NativeEngine):
             "for peer memory; Mooncake's own lines in the log say which address failed"
         )
 
-    def _peer_gone(self, session: str) -> bool:
+    def peer_gone(self, session: str) -> bool:
         return refuses_connections(session)
 
     def _transfer_remedy(self) -> str:

@@ -82,8 +82,8 @@ class NativeEngine(ABC):
         """What to do about a refused registration."""
 
     @abstractmethod
-    def _peer_gone(self, session: str) -> bool:
-        """After a failure: whether it is certain that the peer's process has ended."""
+    def peer_gone(self, session: str) -> bool:
+        """Whether it is certain that the peer's process has ended. May take CONNECT_SECONDS."""
 
     @abstractmethod
     def _transfer_remedy(self) -> str:
@@ -103,7 +103,7 @@ class NativeEngine(ABC):
                 raise self._failure(what, session, part, code)
 
     def _failure(self, what: str, session: str, part: Batch, code: Code) -> EngineError:
-        gone = self._peer_gone(session)
+        gone = self.peer_gone(session)
         cause = "nobody listens there any more" if gone else self._transfer_remedy()
         message = f"{self.name} {what} failed (code {code}): {describe(part, session)}; {cause}"
         return EngineError(message, peer_gone=gone, settled=gone)

@@ -137,13 +137,26 @@ def kv_pool(model: ModelGeometry, layers: tuple[int, ...], tp: int, mamba: Any, 
     )
 
 
-def build(model: ModelGeometry, tp: int, name: str = "cuda", *, kda: bool = False, **options: Any) -> Pools:
-    """All pools of one rank of that model: every rank of a TP size has pools of the same shape."""
+def build(
+    model: ModelGeometry,
+    tp: int,
+    name: str = "cuda",
+    *,
+    kda: bool = False,
+    draft: ModelGeometry | None = None,
+    draft_tp: int | None = None,
+    **options: Any,
+) -> Pools:
+    """All pools of one rank of that model: every rank of a TP size has pools of the same shape.
+
+    draft, draft_tp: where the draft's pool is that of another model or TP size.
+    """
+    other, other_tp = draft or model, draft_tp or tp
     with platform(name):
         mamba = mamba_pool(cache_params(model.linear, model.linear_layers, tp, kda=kda), model.linear_layers)
         target = kv_pool(model, model.attention_layers, tp, mamba, name, **options)
-        draft = kv_pool(model, model.draft_layers, tp, mamba, name, **options) if model.draft_layers else None
-    return Pools(target, draft, mamba, name, kda)
+        drafts = kv_pool(other, other.draft_layers, other_tp, mamba, name, **options) if model.draft_layers else None
+    return Pools(target, drafts, mamba, name, kda)
 
 
 def value(role: Role, layer: int, indices: Any, bits: int) -> Any:

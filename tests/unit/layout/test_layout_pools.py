@@ -78,8 +78,7 @@ WHOLE = Segment("kv", 2, 1, Sharding.REPLICATED)
 @pytest.mark.parametrize("name", PLATFORMS)
 def test_draft_with_all_heads_on_every_rank(name: str, tp: int) -> None:
     """The draft's pool is that of TP 1 beside a target of `tp`; with TP 4 the target's heads are replicated as well."""
-    pools = build(GDN, tp, name)
-    pools.draft = build(GDN, 1, name).draft
+    pools = build(GDN, tp, name, draft_tp=1)
     written = fill(pools, GDN)
     for rank in range(tp):
         manifest = describe_pools(pools, GDN, tp, rank)
@@ -95,10 +94,7 @@ def test_draft_with_all_heads_on_every_rank(name: str, tp: int) -> None:
 def test_one_head_is_no_whole_draft(tp: int) -> None:
     """Where a rank's share is all heads the bytes are the same, and so is the description."""
     single = dataclasses.replace(GDN, attention=dataclasses.replace(GDN.attention, kv_heads=1))
-    pools = build(single, tp)
-    expected = describe_pools(pools, single, tp)
-    pools.draft = build(single, 1).draft
-    found = describe_pools(pools, single, tp)
+    expected, found = (describe_pools(build(single, tp, draft_tp=size), single, tp) for size in (tp, 1))
     assert found.fingerprint == expected.fingerprint
     assert {part.cut_axis.segments for part in found.of(Role.DRAFT_KEY)} == {(Segment("kv", 1, 1),)}
 

@@ -107,17 +107,16 @@ def test_rejects_a_target_with_all_heads_on_every_rank() -> None:
 def test_rejects_a_draft_with_some_of_the_heads() -> None:
     """Neither its share of the model's heads nor all of them; nor all keys and a share of the values."""
     four, eight = (_model(attention=HeadAttention(heads, 6, 6)) for heads in (4, 8))
-    pools = build(eight, 4)
-    pools.draft = build(four, 1).draft
+    pools = build(eight, 4, draft=four, draft_tp=1)
     _rejects(pools, eight, "draft_key of layer 0", "[16, 4, 6]", "[any, 2, 6]", coordinates=coordinates(4, 0))
-    pools.draft = build(eight, 1).draft
+    pools = build(eight, 4, draft_tp=1)
     pools.draft.full_kv_pool.v_buffer = build(eight, 4).draft.full_kv_pool.v_buffer
     _rejects(pools, eight, "draft_value of layer 0", "[16, 2, 6]", "[any, 8, 6]", coordinates=coordinates(4, 0))
 
 
 @pytest.mark.parametrize(("heads", "tp", "padded"), [(3, 3, 9), (2, 3, 6)])
 def test_rejects_padded_heads_that_look_like_a_whole_draft(heads: int, tp: int, padded: int) -> None:
-    """On a CPU SGLang pads the heads to a multiple of TP: a rank may then have as many as the model, some of them zeros.
+    """On a CPU SGLang pads heads to a multiple of TP: a rank may then have as many as the model, some of them zeros.
 
     Only with config.json, which says nothing of it; SGLang's own object is refused before (layout/families.py).
     """
