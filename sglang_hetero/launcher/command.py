@@ -127,6 +127,9 @@ def _role(instance: Instance, endpoint: Endpoint) -> list[str]:
     ]
     if endpoint.bootstrap_port is not None:
         arguments += ["--disaggregation-bootstrap-port", str(endpoint.bootstrap_port)]
+    if instance.role is Role.DECODE:
+        # Without linear state SGLang backs retracted requests up in a pool of pinned memory, which it asks CUDA for.
+        arguments += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
     return arguments
 
 

@@ -53,7 +53,7 @@ class Geometry:
         if list(layers) != sorted(set(layers)) or not set(layers) <= set(range(self.layers)):
             raise ValueError(f"full_attention_layers={layers} must be an increasing subset of 0..{self.layers - 1}")
         if not self.linear_layers and self.draft_tokens:
-            raise ValueError("a plain transformer has no MTP module here: draft_tokens must be 0")
+            raise ValueError(f"full_attention_layers={layers} are all layers: there is no MTP, draft_tokens must be 0")
         unknown = {self.kv_dtype, self.conv_dtype, self.ssm_dtype, self.hidden_dtype} - set(ITEMSIZE)
         if unknown:
             raise ValueError(f"unknown dtype {sorted(unknown)}, the harness knows {sorted(ITEMSIZE)}")

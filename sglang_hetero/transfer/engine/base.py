@@ -51,7 +51,7 @@ class Engine(Protocol):
         """Copy bytes of the peer here; returns when local memory has them all. In no order. EngineError."""
 
     def peer_gone(self, session: str) -> bool:
-        """Whether it is certain that the peer's process has ended: nothing of it can be on its way. May take seconds."""
+        """Whether it is certain that the peer's process has ended: nothing of it can be on its way. May take seconds"""
 
     def close(self) -> None:
         """Let go of what this object registered. Idempotent; write and read are refused afterwards."""

@@ -1,0 +1,70 @@
+"""What decode makes of a prefill server's answers: ours, a stock server's, another release's, and nonsense."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from sglang_hetero.backend import capability
+from sglang_hetero.backend.bootstrap import ROUTE, Capability
+from sglang_hetero.errors import TransferRefused
+from sglang_hetero.transfer import messages
+
+OURS = {"version": messages.VERSION, "control_port": 1234, "mode": "auto", "unsupported": []}
+
+
+@pytest.fixture
+def server():
+    """An HTTP server whose answers a test chooses: {path: (status, body)}; yields its address and the answers."""
+    answers = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = answers.get(self.path, (404, b""))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_arguments):
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{httpd.server_port}", answers
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+def test_our_server_says_where_its_control_service_is(server):
+    address, answers = server
+    answers[ROUTE] = (200, json.dumps(OURS).encode())
+    assert capability.offer(address) == Capability(messages.VERSION, 1234, "auto", ())
+
+
+def test_a_stock_server_offers_nothing(server):
+    address, _ = server
+    assert capability.offer(address) is None
+
+
+def test_a_server_that_is_not_there_offers_nothing_yet():
+    assert capability.offer("127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (OURS | {"version": 99}, "speaks version 99 of our messages.*install the same release"),
+        (OURS | {"mode": "perhaps"}, "perhaps"),
+        (OURS | {"surprise": 1}, "surprise"),
+        (OURS | {"control_port": "x"}, "control_port"),
+        ([], "/hetero"),
+    ],
+)
+def test_what_is_not_ours_is_refused(server, answer, reason):
+    address, answers = server
+    answers[ROUTE] = (200, json.dumps(answer).encode())
+    with pytest.raises(TransferRefused, match=reason):
+        capability.offer(address)
