@@ -138,7 +138,7 @@ def _falcon_h1(fields: Fields) -> ModelGeometry:
     if width * heads != channels:
         raise fields.error(f"gives mamba_n_heads = {heads} of {width} channels each, but {channels} channels in all")
     return ModelGeometry(
-        attention=_head_attention(fields, _falcon_head_width(fields)),
+        attention=_head_attention(fields, _head_width(fields)),
         attention_layers=layers,
         linear=_mamba2(
             heads=heads,
@@ -151,7 +151,7 @@ def _falcon_h1(fields: Fields) -> ModelGeometry:
     )
 
 
-def _falcon_head_width(fields: Fields) -> int:
+def _head_width(fields: Fields) -> int:
     if fields.value("head_dim") is not None:
         return fields.count("head_dim")
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
@@ -161,16 +161,18 @@ def _falcon_head_width(fields: Fields) -> int:
 
 
 def _grouped_query(fields: Fields) -> ModelGeometry:
-    """Qwen3, dense and with experts: the same attention in every layer and nothing else (sglang/srt/models/qwen3.py,
-    qwen3_moe.py)."""
+    """Plain transformers, dense and with experts: the same attention in every layer and nothing else
+    (sglang/srt/models/qwen3.py, qwen3_moe.py, qwen2.py, qwen2_moe.py, llama.py)."""
     layers = fields.layer_count()
     types = fields.strings("layer_types")
     if types is not None and types != ("full_attention",) * layers:
         raise fields.error(
             f"has layer_types {list(types)}, only full_attention in each of {layers} layers is described"
         )
+    # Qwen3's default is a number of its own; in the other families it is what divides the hidden size.
+    width = fields.count("head_dim") if fields.family.startswith("qwen3") else _head_width(fields)
     return ModelGeometry(
-        attention=_head_attention(fields, fields.count("head_dim")),
+        attention=_head_attention(fields, width),
         attention_layers=tuple(range(layers)),
         linear=None,
         linear_layers=(),
@@ -188,6 +190,9 @@ FAMILIES: dict[str, Callable[[Fields], ModelGeometry]] = {
     "falcon_h1": _falcon_h1,
     "qwen3": _grouped_query,
     "qwen3_moe": _grouped_query,
+    "qwen2": _grouped_query,
+    "qwen2_moe": _grouped_query,
+    "llama": _grouped_query,
 }
 
 

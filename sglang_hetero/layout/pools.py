@@ -32,10 +32,11 @@ def describe(
 
     model: read it from SGLang's own configuration object, not from config.json: on a CPU with more ranks than kv heads
     SGLang pads the heads, and the padded pool has the shape of a replicated one; the object says so and is refused.
-    target_pool: the target model's KV pool, a HybridLinearKVPool or a plain one of known_pools.py. draft_pool: the MTP module's, None without
-    speculation. mamba_pool: the linear state, None for the one that target_pool names. fingerprint: of the model's
-    configuration. conv_live_rows: which rows of a conv window with room for draft tokens count. conv_window_axis: which
-    of the two axes of a conv slot's shape is the window, needed only where both have one size.
+    target_pool: the target model's KV pool, a HybridLinearKVPool or, without linear layers, a plain one. draft_pool:
+    the MTP module's, None without speculation. mamba_pool: the linear state, None for the one that target_pool names.
+    fingerprint: of the model's configuration. conv_live_rows: which rows of a conv window with room for draft tokens
+    count. conv_window_axis: which of the two axes of a conv slot's shape is the window, needed only where both have one
+    size.
 
     Raises ManifestError, beginning with the rank's name, where a pool is of a kind that is not described, keeps
     something that no role describes, or has another shape than model and TP size give; TopologyError for a TP size

@@ -197,10 +197,13 @@ class DecodeSide(Reception):
         program = inbox.programs[stage]
         outgoing: Outgoing = []
         for number, said in enumerate(message.pieces):
+            if message.digests:
+                key = (stage, said.seq, message.reads)
+                inbox.digests.setdefault(key, {})[message.source] = message.digests[number]
+            if message.reads:
+                continue
             piece = Piece(said.role, said.layer, said.first_page, said.pages, said.tokens)
             sharers = program.sharers(piece, len(inbox.pages))
-            if message.digests:
-                inbox.digests.setdefault((stage, said.seq), {})[message.source] = message.digests[number]
             outgoing += self._carry_out(inbox, inbox.machine.ready(message.source, said.seq, piece, sharers))
         if message.total >= 0:
             outgoing += self._carry_out(inbox, inbox.machine.total(message.source, message.total))

@@ -16,7 +16,7 @@ from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.manifest import Manifest
 from sglang_hetero.merge.assemble import Memory
 
-from . import messages
+from . import fields, messages
 from .counters import Counters
 from .device import Lane
 from .engine.base import Engine
@@ -246,6 +246,8 @@ class Dispatch:
             total = messages.Ready().total
             if destination.owes_total and destination.sending.total is not None:
                 total, destination.total_told = destination.sending.total, True
+        if total >= 0 and destination.verify and destination.program.pulls:
+            self._tell_reads(destination, pages, slot)
         self.counters.add("writes")
         self.counters.add("descriptors", written.descriptors)
         self.counters.add("bytes", written.nbytes)
@@ -261,6 +263,24 @@ class Dispatch:
                 digests=written.digests,
             )
         return ""
+
+    def _tell_reads(self, destination: Destination, pages: Ids, slot: int) -> None:
+        """Digests of what decode will read itself, before it knows that it may."""
+        tokens = self._rooms[destination.room].tokens
+        reads = list(enumerate(destination.program.reads(tokens)))
+        for start in range(0, len(reads), fields.MAX_PIECES):
+            batch = reads[start : start + fields.MAX_PIECES]
+            pieces, digests = self._writer.digests_of(destination, batch, pages, slot)
+            self._tell(
+                destination.peer,
+                messages.Ready,
+                destination.room,
+                destination.epoch,
+                source=self._number,
+                pieces=pieces,
+                digests=digests,
+                reads=True,
+            )
 
     def _tell(self, peer: Peer, kind: Callable[..., messages.Message], room: int, epoch: int, **fields: Any) -> None:
         """Post to a decode rank; one that cannot be reached has its own timeout."""

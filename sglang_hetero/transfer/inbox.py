@@ -71,8 +71,8 @@ class Inbox:
     """What is being read now, in mode pull."""
     unmerged: int = 0
     """Pieces of `batch` that have been read and not been merged."""
-    digests: dict[tuple[int, int], dict[int, bytes]] = field(default_factory=dict)
-    """In verification mode, per stage and seq what the sharers say that their bytes are."""
+    digests: dict[tuple[int, int, bool], dict[int, bytes]] = field(default_factory=dict)
+    """In verification mode, per stage and seq, and whether decode reads it, what the sharers say that they have."""
     fault: str = ""
     """Why the request must not succeed although all has arrived."""
 

@@ -179,13 +179,15 @@ class Abort(BaseMessage, frozen=True, kw_only=True):
 class Ready(BaseMessage, frozen=True, kw_only=True):
     """Pieces that source `source` has written, ascending.
 
-    total: pieces of the stage's whole sequence, -1 while not known. digests: none, or one per piece.
+    total: pieces of the stage's whole sequence, -1 while not known. digests: none, or one per piece. reads: nothing was
+    written: these are digests of what decode will read itself.
     """
 
     source: Rank = 0
     pieces: Annotated[tuple[AnnouncedPiece, ...], Meta(max_length=MAX_PIECES)] = ()
     total: Total = -1
     digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PIECES)] = ()
+    reads: bool = False
 
     def check(self) -> None:
         for seq, role, _, first_page, pages, tokens in self.pieces:
@@ -198,7 +200,9 @@ class Ready(BaseMessage, frozen=True, kw_only=True):
         _require(all(a.seq < b.seq for a, b in pairwise(self.pieces)), "pieces are not in ascending order")
         if self.pieces and self.total >= 0:
             _require(self.pieces[-1].seq < self.total, f"piece {self.pieces[-1].seq} of {self.total}")
-        _require(len(self.digests) in (0, len(self.pieces)), "neither no digest nor one per piece")
+        wanted = (len(self.pieces),) if self.reads else (0, len(self.pieces))
+        _require(len(self.digests) in wanted, "neither no digest nor one per piece")
+        _require(not self.reads or self.total < 0, "what decode reads has no number in the sequence")
 
 
 class Drained(BaseMessage, frozen=True, kw_only=True):

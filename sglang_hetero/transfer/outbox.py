@@ -148,6 +148,11 @@ class Outbox:
         """Whether the scheduler has handed the last chunk over."""
         return bool(self.chunks) and self.chunks[-1].last
 
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, as far as it has been computed."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
     def extend(self, destination: Destination) -> None:
         """Bring a destination's sequence up to the chunks that are complete in this rank's memory."""
         while destination.chunks < len(self.chunks):

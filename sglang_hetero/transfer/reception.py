@@ -284,8 +284,8 @@ class Reception:
             with self._forward.active():
                 for arrived in batch:
                     merge(self._arena, inbox.source_set.assembler, inbox, arrived)
+                problem = self._verified(inbox, batch)
             done = self._forward.done()
-            problem = self._verified(inbox, batch)
         except Exception as error:
             logger.exception("room %d: merge of linear state failed", inbox.room)
             problem = f"merge of linear state failed: {type(error).__name__}: {error}"
@@ -342,10 +342,8 @@ class Reception:
         if not self.settings.verify:
             return ""
         for arrived in batch:
-            if arrived.pulled:
-                continue
             with self._lock:
-                said = inbox.digests.pop((arrived.stage, arrived.seq), {})
+                said = inbox.digests.pop((arrived.stage, arrived.seq, arrived.pulled), {})
             self.counters.add("verified")
             difference = differences(self._memory, inbox, arrived, said)
             if difference:

@@ -152,11 +152,14 @@ class Writer:
         except Exception as error:
             logger.exception("room %d to %s", destination.room, peer.label)
             return Written(problem=f"for {peer.label}: {type(error).__name__}: {error}", in_doubt=True)
-        announced = tuple(
-            messages.AnnouncedPiece(seq, piece.role, piece.layer, piece.first_page, piece.pages, piece.tokens)
-            for seq, piece in own
-        )
-        return Written(announced, digests, out.descriptors, out.nbytes)
+        return Written(_announced(own), digests, out.descriptors, out.nbytes)
+
+    def digests_of(
+        self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int
+    ) -> tuple[tuple[messages.AnnouncedPiece, ...], tuple[bytes, ...]]:
+        """Those of these pieces that this source has a share of, and the digests of its shares."""
+        own = [(seq, piece) for seq, piece in batch if destination.side.parts(piece)]
+        return _announced(own), self._digests(destination, own, pages, slot)
 
     def _digests(
         self, destination: Destination, own: Sequence[tuple[int, Piece]], pages: Ids, slot: int
@@ -164,3 +167,10 @@ class Writer:
         side, made = destination.side, destination.peer.plan
         assert made is not None
         return tuple(verify.source_digests(made, side.source, piece, self._memory, pages, slot) for _, piece in own)
+
+
+def _announced(own: Sequence[tuple[int, Piece]]) -> tuple[messages.AnnouncedPiece, ...]:
+    return tuple(
+        messages.AnnouncedPiece(seq, piece.role, piece.layer, piece.first_page, piece.pages, piece.tokens)
+        for seq, piece in own
+    )

@@ -15,7 +15,6 @@ from .expectation import Placement
 from .oracle import Bits, Component
 from .sides import LOOPBACK, Request, Shard, Side
 
-
 NO_SLOT = -1
 """Of a model without linear state."""
 

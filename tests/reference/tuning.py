@@ -24,8 +24,8 @@ _DEPTH = 3
 class Tuning:
     """Figures over all prompts of one model.
 
-    histogram[a]: rounds with a accepted drafts, empty without drafts. smallest_gap: logit of the chosen token minus the runner-up's.
-    distinct: number of different tokens in each continuation.
+    histogram[a]: rounds with a accepted drafts, empty without drafts. smallest_gap: logit of the chosen token minus the
+    runner-up's. distinct: number of different tokens in each continuation.
     """
 
     histogram: list[int]

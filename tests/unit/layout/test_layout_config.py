@@ -259,7 +259,7 @@ def test_draft_layers(fields: Config, layers: tuple[int, ...]) -> None:
 
 
 _REJECTED: list[tuple[str, Config, dict[str, Any], str]] = [
-    ("unknown-family", QWEN3_NEXT, {"model_type": "llama"}, "llama: the model's configuration is of a model family"),
+    ("unknown-family", QWEN3_NEXT, {"model_type": "gpt2"}, "gpt2: the model's configuration is of a model family"),
     ("no-family", QWEN3_NEXT, {"model_type": None}, "model without model_type"),
     ("missing", QWEN3_NEXT, {"linear_num_key_heads": None}, "qwen3_next: .* has no linear_num_key_heads; use the"),
     ("kv-heads", QWEN3_NEXT, {"num_key_value_heads": None}, "has no num_key_value_heads; use the"),

@@ -1,4 +1,4 @@
-"""A model without linear layers: SGLang gives it one plain pool instead of a HybridLinearKVPool, and no linear state."""
+"""A model without linear layers: SGLang gives it a plain pool instead of a HybridLinearKVPool, and no linear state."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from sglang_hetero import models
 from sglang_hetero.errors import ManifestError
@@ -111,17 +111,28 @@ def test_a_pool_of_another_number_of_layers_is_refused() -> None:
 
 def test_a_draft_of_its_own_is_refused() -> None:
     pools = Pools(plain_pool("cuda", 1), plain_pool("cuda", 1, range(1)), None, "cuda", kda=False)
-    with pytest.raises(ManifestError, match="draft layers: the pool holds 0, expected .*; only the MTP module"):
+    with pytest.raises(ManifestError, match=r"draft layers: the pool holds 0, expected .*; only the MTP module"):
         describe_pools(pools, GQA)
 
 
-@pytest.mark.parametrize("cls", [Qwen3Config, Qwen3MoeConfig], ids=lambda cls: cls.model_type)
+@pytest.mark.parametrize(
+    "cls", [Qwen3Config, Qwen3MoeConfig, Qwen2Config, Qwen2MoeConfig, LlamaConfig], ids=lambda cls: cls.model_type
+)
 def test_geometry_from_a_configuration(cls: Any) -> None:
     """From config.json and from the object that SGLang has: transformers' own, with defaults filled in."""
     mapping = {**CONFIG, "model_type": cls.model_type}
     assert geometry_from_config(mapping) == geometry_from_config(cls(**CONFIG)) == GQA
     assert config_fingerprint(cls(**CONFIG)) == config_fingerprint(cls(**CONFIG))
     assert config_fingerprint(mapping) != config_fingerprint({**mapping, "head_dim": 8})
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_head_width_from_the_hidden_size(family: str) -> None:
+    """Older configurations have no head_dim; Qwen3's default is another number, so there it must be said."""
+    config = {**CONFIG, "head_dim": None, "hidden_size": 48}
+    assert geometry_from_config({**config, "model_type": family}) == GQA
+    with pytest.raises(ManifestError, match="has no head_dim"):
+        geometry_from_config({**config, "model_type": "qwen3"})
 
 
 def test_the_projects_own_model() -> None:
@@ -135,7 +146,10 @@ def test_the_projects_own_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "only full_attention in each of 3"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "only full_attention in each of 3",
+        ),
         ({"layer_types": ["full_attention"]}, "only full_attention in each of 3 layers"),
         ({"num_key_value_heads": None}, "has no num_key_value_heads"),
         ({"head_dim": 0}, "head_dim = 0"),

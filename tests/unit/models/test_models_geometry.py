@@ -77,7 +77,8 @@ def test_plain_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [(n, s) for n in ("tiny", "tiny-moe", "tiny-next", "tiny-gqa") for s in (1, 2, 4)] + [("tiny-h6", s) for s in (1, 2, 3)],
+    [(n, s) for n in ("tiny", "tiny-moe", "tiny-next", "tiny-gqa") for s in (1, 2, 4)]
+    + [("tiny-h6", s) for s in (1, 2, 3)],
 )
 def test_splits_evenly(name: str, size: int) -> None:
     uneven = {what: count for what, count in sharded(name).items() if count % size}

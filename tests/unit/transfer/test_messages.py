@@ -60,6 +60,7 @@ ALL = [
     FIRST,
     TOPOLOGY,
     m.Ready(**HEAD, source=1, total=0),
+    m.Ready(**HEAD, source=1, pieces=(STATE,), digests=(b"12",), reads=True),
     m.Topology(**HEAD, reason="missing: PP0 TP1"),
     m.Ack(**HEAD, stage=1, upto=7),
     m.Finish(**HEAD),
