@@ -6,12 +6,13 @@
 
 Two prefill ranks hand the caches of a prompt to one decode rank (P2/D1): geometry of Qwen3.5-2B, bf16, MTP on, pages of
 128 tokens, SGLang's own pools, queues and Mooncake engine over TCP in one process per rank (docs/harness.md). Nothing
-is sent before prefill has ended: all chunks of 8,192 tokens are handed over then, which is the worst case.
+is sent before prefill has ended: all chunks of 8,192 tokens are handed over then, which is the worst case. Each
+request's pages are scattered over the pools.
 
 Variants, in turn and in another order each round:
   upstream             SGLang's own path; `fails` where it does not pass the length
   ours                 this package's path
-  bulk write           both prefill ranks write the same bytes with one descriptor each
+  bulk write           both prefill ranks write the same bytes, contiguous, with one call each (--piece)
   bulk write + memcpy  that, and one thread copies them into place: the limit, ratio 1
 
 The time of a transfer ends when decode's poll says Success, that of the limits with the last write or copy. Times are
@@ -107,6 +108,7 @@ def report(arguments: argparse.Namespace, rows: Sequence[Row], staging: dict[int
         "chunk": run.CHUNK,
         "draft_tokens": run.DRAFT_TOKENS,
         "state": arguments.state,
+        "piece": arguments.piece << 10,
         "concurrency": arguments.concurrency,
         "rounds": arguments.rounds,
         "cpus": len(os.sched_getaffinity(0)),
@@ -123,6 +125,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--concurrency", type=flags.positive, default=1, help="prompts at the same time (default: 1)")
     made.add_argument("--rounds", type=flags.positive, default=ROUNDS, help=f"(default: {ROUNDS})")
     made.add_argument("--state", choices=STATES, default=STATES[0], help=f"SGLANG_HETERO_STATE (default: {STATES[0]})")
+    made.add_argument(
+        "--piece",
+        type=flags.positive,
+        default=run.BULK_PIECE >> 10,
+        metavar="KIB",
+        help=f"of a descriptor of the bulk writes, in KiB (default: {run.BULK_PIECE >> 10}, where Mooncake is fastest)",
+    )
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return made
 
@@ -136,7 +145,8 @@ def main() -> int:
         raise_on_signals()
         _progress("starting the processes")
         with Harness() as harness:
-            bench = Bench(harness, shape, arguments.concurrency, {"SGLANG_HETERO_STATE": arguments.state})
+            environment = {"SGLANG_HETERO_STATE": arguments.state}
+            bench = Bench(harness, shape, arguments.concurrency, environment, arguments.piece << 10)
             _progress(f"warm-up: {min(arguments.tokens)} tokens, every byte compared")
             bench.warm_up(min(arguments.tokens))
             rows = [row for tokens in arguments.tokens for row in measure(bench, tokens, arguments.rounds)]

@@ -22,6 +22,10 @@ OURS, UPSTREAM, BULK, BULK_COPY = "ours", "upstream", "bulk write", "bulk write 
 VARIANTS = (UPSTREAM, OURS, BULK, BULK_COPY)
 LIMIT = BULK_COPY
 """The variant that the others are compared with."""
+BULK_PIECE = 256 << 10
+"""Bytes of a descriptor of the bulk writes. Mooncake's TCP transport has parallel connections and sends a descriptor
+over one of them: one of 143 MB took four times as long as the same bytes in descriptors of this size, the fastest of
+those that were tried (64 KiB are refused: too many at once)."""
 APPOINTMENT_SECONDS = 0.05
 """How far ahead the start of a measurement is set, so that every process has got the word."""
 READY_SECONDS = 60.0
@@ -105,9 +109,14 @@ def geometry(spec: ModelSpec, tokens: int, concurrency: int) -> Geometry:
 class Bench:
     """One pair of sides that takes our path, and while it works one that takes upstream's."""
 
-    def __init__(self, harness: Harness, shape: Geometry, concurrency: int, ours: Mapping[str, str]) -> None:
+    def __init__(
+        self, harness: Harness, shape: Geometry, concurrency: int, ours: Mapping[str, str], piece: int = BULK_PIECE
+    ) -> None:
+        """ours: environment of both sides on our path. piece: bytes of a descriptor of the bulk writes."""
+        self._piece = piece
         self._harness, self._shape, self._concurrency = harness, shape, concurrency
         self._ours = self._pair(ours)
+        self._round = 0
         self._stock: Pair | None = None
         longest = shape.pages // concurrency * shape.page_size
         self._bulk(longest, copy=True)  # makes and touches the largest buffers
@@ -172,6 +181,9 @@ class Bench:
         return Sample(seconds, *grown)
 
     def _hand_over(self, pair: Pair, tokens: int) -> float:
+        self._round += 1
+        for side in (pair.prefill, pair.decode):
+            call_all(side, "scatter", self._round)
         handoff = Handoff(tokens, chunks=1)
         journeys = [pair.journey(handoff) for _ in range(self._concurrency)]
         for journey in journeys:
@@ -182,19 +194,19 @@ class Bench:
         return flow.seconds
 
     def _bulk(self, tokens: int, *, copy: bool) -> Sample:
-        """Every prefill rank writes its share of the bytes with one descriptor."""
-        pair = self._ours
+        """Every prefill rank writes its share of the bytes with one call."""
+        pair, piece = self._ours, self._piece
         share = cache_bytes(self._shape, tokens) * self._concurrency // len(pair.prefill)
         (decode,) = pair.decode
         session, address = decode.call("bulk_buffer", share * len(pair.prefill))
         call_all(pair.prefill, "bulk_buffer", share)
         when = time.monotonic() + APPOINTMENT_SECONDS
         for number, rank in enumerate(pair.prefill):
-            rank.start("bulk_write", session, address + number * share, share, when)
+            rank.start("bulk_write", session, address + number * share, share, piece, when)
         seconds = max(rank.result("bulk_write", when + READY_SECONDS) for rank in pair.prefill) - when
         if copy:
             seconds += decode.call("bulk_copy", share * len(pair.prefill))
-        return Sample(seconds, len(pair.prefill), share * len(pair.prefill))
+        return Sample(seconds, -(-share // piece) * len(pair.prefill), share * len(pair.prefill))
 
 
 def chunk_ends(tokens: int) -> list[int]:

@@ -4,6 +4,7 @@ A manifest says where each buffer begins; the pools' tensors say which storage t
 """
 
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[torch.Tensor]:
         if value.numel():
             yield value
         return
-    if depth == 0 or id(value) in seen:
+    # A pool refers to torch.cpu or torch.npu, and a walk through a module would go on through all of torch.
+    if depth == 0 or id(value) in seen or isinstance(value, ModuleType):
         return
     seen.add(id(value))
     if isinstance(value, dict):

@@ -173,7 +173,7 @@ class Flow:
             ready = []
             for journey, poll in _polls(ranks, [each for each in journeys if each.prefill in POLLED]):
                 if poll == FAILED or (poll == SUCCESS and journey.prefill is Step.TRANSFER):
-                    journey.prefill_reasons = _told(call_all(ranks, "conclude", journey.room))
+                    journey.prefill_reasons = _told(call_all(ranks, "conclude", journey.room, poll == FAILED))
                     journey.prefill = Step.FAILED if poll == FAILED else Step.SUCCEEDED
                     moved = True
                 elif poll == WAITING_FOR_INPUT and journey.prefill is Step.HANDSHAKE:

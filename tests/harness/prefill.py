@@ -92,13 +92,18 @@ class PrefillRank(Rank):
         self._end(live)
         return "aborted between two chunks"
 
-    def conclude(self, room: int) -> str:
-        """The request has ended on all ranks; returns why it failed, empty if it did not.
+    def conclude(self, room: int, failed: bool) -> str:
+        """The request has ended on all ranks, or failed on one; returns why, empty if it has not.
 
         Memory is free at once (prefill.py, process_disagg_prefill_inflight_queue and handle_bootstrap_failure).
         """
         live = self.live.pop(room)
-        reason = _conclude(live.req.disagg_kv_sender)
+        sender = live.req.disagg_kv_sender
+        reason = ""
+        if failed:
+            reason = failure(sender)
+        else:
+            sender.clear()
         self._end(live)
         return reason
 
@@ -144,13 +149,3 @@ class PrefillRank(Rank):
             hidden = fields["output_hidden_states"]
             dtype = getattr(torch, geometry.hidden_dtype)
             req.hidden_states_tensor = torch.from_numpy(hidden.view(f"i{hidden.itemsize}")).view(dtype)
-
-
-def _conclude(sender: Any) -> str:
-    """Clear a sender that has ended; returns its failure, if any."""
-    from sglang.srt.disaggregation.base import KVPoll
-
-    if sender.poll() == KVPoll.Failed:
-        return failure(sender)
-    sender.clear()
-    return ""

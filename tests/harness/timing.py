@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from . import pools
 from .decode import DecodeRank
 from .prefill import PrefillRank
 
@@ -20,7 +21,11 @@ TERMINAL = {0, 4}
 
 
 class Bulk:
-    """A rank's part in writing many bytes at once, the lower limit of a transfer."""
+    """A rank's part in writing many bytes at once, the lower limit of a transfer; and in starting from equal terms."""
+
+    def scatter(self: Any, seed: int) -> None:
+        """Put the free pages and slots in an order of its own; all ranks of a side need the same seed."""
+        pools.shuffle_free_lists(self.pools, self.scheduler.req_to_metadata_buffer_idx_allocator, seed)
 
     _buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     _copy: np.ndarray[Any, np.dtype[np.uint8]] | None = None
@@ -35,10 +40,17 @@ class Bulk:
                 raise RuntimeError(f"the engine refuses to register {size} bytes")
         return self.manager.engine.get_session_id(), self._buffer.ctypes.data
 
-    def bulk_write(self: Any, session: str, address: int, size: int, when: float) -> float:
-        """One write, at `when`; returns when it had ended. Times are those of time.monotonic, as everywhere here."""
+    def bulk_write(self: Any, session: str, address: int, size: int, piece: int, when: float) -> float:
+        """One call to the engine at `when`, a descriptor per `piece` bytes; returns when it had ended.
+
+        Times are those of time.monotonic, as everywhere here.
+        """
+        offsets = range(0, size, piece)
+        sizes = [min(piece, size - offset) for offset in offsets]
+        here = [self._buffer.ctypes.data + offset for offset in offsets]
+        there = [address + offset for offset in offsets]
         _wait_until(when)
-        if self.manager.engine.transfer_sync(session, self._buffer.ctypes.data, address, size) != 0:
+        if self.manager.engine.batch_transfer_sync(session, here, there, sizes) != 0:
             raise RuntimeError(f"the engine could not write {size} bytes at once")
         return time.monotonic()
 

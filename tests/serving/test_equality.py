@@ -24,6 +24,7 @@ EQUAL = [
     Setup("p4_d1", mtp=0, model="tiny-moe", options=PAGES_OF_64, decode=(PULL,)),
     Setup("p1_d2", mtp=1, model="tiny-gqa2", conv_layout=WINDOW_FIRST, decode=(PULL,)),
     Setup("p3_d2", model="tiny-h6", options=PAGES_OF_128),
+    Setup("p2_d1", mtp=0, model="tiny-gqa"),
     Setup("p2_d2", mtp=5, model="tiny-next", decode=(ALWAYS,), end=signal.SIGKILL),
     Setup("p2_d2dp2", model="tiny-moe", options=PAGES_OF_64, end=signal.SIGINT),
     # SGLang's own path; also the smoke test of sglang-router's production router.

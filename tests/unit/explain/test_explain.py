@@ -101,6 +101,18 @@ def test_pipeline_stages_send_their_own_layers(capsys):
     assert layers == {(0 if layer < 12 else 1, layer) for layer in range(24)}
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+def test_a_plain_transformer_sends_keys_and_values_only(capsys, prefill, decode):
+    found = explain(capsys, "--model", "tiny-gqa", "--tokens", "300", *p_d(prefill, decode))
+    parts = [part for source in found["sources"] for route in source["to"] for part in route["parts"]]
+    assert {part["role"] for part in parts} == {"target_key", "target_value"}
+    assert {tuple(part["layers"]) for part in parts} == {(0, 1, 2, 3)}
+    assert sum(source["state_descriptors"] for source in found["sources"]) == 0
+    assert sum(source["bytes"] for source in found["sources"]) == 300 * 4 * 64 * 2 * 2 * 4
+    assert found["inputs"]["mtp"] == 0
+    assert found["upstream"]["faults"] == []
+
+
 def test_a_checkpoint_folder_and_its_config_are_the_same_as_the_name(capsys, tmp_path: Path):
     from sglang_hetero import models
     from sglang_hetero.models.config import model_config

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from sglang_hetero import models
 from sglang_hetero.cpu.layout import CONV_LAYOUT_ENV
 from sglang_hetero.errors import OptionError
 from sglang_hetero.launcher import command, topology
@@ -52,6 +53,19 @@ def test_speculation_is_a_chain_of_the_asked_depth(depth):
 
 def test_without_speculation_no_flag_of_it():
     assert not [flag for flag in server("mixed_tp1", 0, Options()) if "speculative" in flag]
+
+
+def test_speculation_needs_a_model_with_an_mtp_layer():
+    Options(mtp=3).check_model(models.spec("tiny"))
+    Options(mtp=0).check_model(models.spec("tiny-gqa"))
+    with pytest.raises(OptionError, match="--mtp 3: tiny-gqa has no MTP layer; use --mtp 0 or another model"):
+        Options(mtp=3).check_model(models.spec("tiny-gqa"))
+
+
+def test_no_server_asks_cuda_for_pinned_memory():
+    """SGLang's default for decode is a pinned pool where a model has no linear state."""
+    assert value(server("p2_d1", 1, Options()), "--disaggregation-decode-retraction-backup") == "cpu_tensor"
+    assert "--disaggregation-decode-retraction-backup" not in server("p2_d1", 0, Options())
 
 
 def test_prefix_cache():

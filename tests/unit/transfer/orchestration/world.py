@@ -27,7 +27,7 @@ from tests.unit.transfer.pieces_handover import least_unit
 from .network import Network
 from .nodes import DecodeNode, PrefillNode, RealRank, topology_of
 
-SECONDS = 3.0
+SECONDS = 6.0
 """A test that waits longer has found a hang."""
 _worlds = itertools.count()
 
