@@ -25,9 +25,7 @@ Which = Callable[[Envelope], bool]
 
 def of_kind(*kinds: type, sender: str = "", receiver: str = "") -> Which:
     """Messages of these kinds, of one link if given."""
-    return lambda one: (
-        isinstance(one.message, kinds) and sender in ("", one.sender) and receiver in ("", one.receiver)
-    )
+    return lambda one: isinstance(one.message, kinds) and sender in ("", one.sender) and receiver in ("", one.receiver)
 
 
 class Network:

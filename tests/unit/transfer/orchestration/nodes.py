@@ -113,11 +113,12 @@ class PrefillNode:
         self.engine.register([*regions, (memory.data_ptr(), memory.numel())])
         self.endpoint = Endpoint(name, port or 1)
         self.twin = rank.twin()
+        self.packs = PackBuffers(memory, pack_bytes)
         self.side = PrefillSide(
             manifest=rank.manifest,
             engine=self.engine,
             memory=rank.memory,
-            packs=PackBuffers(memory, pack_bytes),
+            packs=self.packs,
             lane=Lane(torch.device("cpu")),
             post=network.post(name),
             control=control,

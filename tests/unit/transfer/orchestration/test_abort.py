@@ -182,7 +182,7 @@ def test_abort_overtakes_bind():
         world.rounds()
         world.network.let_go(held)
         world.rounds()
-        assert not any(node.side.owns(1) for node in world.prefill)
+        assert not any(node.events.count("bound", 1) for node in world.prefill)
         world.end(request)
         again(world, 1)
 
@@ -206,3 +206,16 @@ def test_a_request_that_waits_for_units_is_given_up():
         world.end(second)
         world.serve(first, third)
         again(world, 2)
+
+
+def test_abort_before_bind_then_the_room_again():
+    """What is remembered of a request that was never bound must not stand in the way of the room's next use."""
+    with World(FOUR, (2, 2)) as world:
+        held = world.network.hold(of_kind(messages.Bind))
+        request = world.start(1, TOKENS, 2)
+        for node in world.decode:
+            node.side.fail(1, "the client gave up")
+        world.end(request)  # prefill has released before the aborts arrive
+        world.rounds()
+        world.network.let_go(held)
+        again(world, 1)

@@ -53,9 +53,7 @@ BAD_READY = {
 def test_a_piece_that_cannot_be(which):
     with World(FOUR, (2, 1), times_least=1.0) as world:
         victim, node = held_up(world), world.prefill[0]
-        world.network.deliver_to(
-            world.decode[0].name, Ready(**world.ids(node, 1), source=0, pieces=BAD_READY[which])
-        )
+        world.network.deliver_to(world.decode[0].name, Ready(**world.ids(node, 1), source=0, pieces=BAD_READY[which]))
         fails(world, victim, node.rank.manifest.label)
 
 
@@ -71,7 +69,9 @@ def test_two_sources_that_disagree_about_a_piece():
 def test_a_source_without_a_share():
     with World(TWO, (4, 1)) as world:
         victim = held_up(world)
-        shares = {share.source for share in world.sets[0].plan.shares if share.role is Role.TARGET_KEY and 1 in share.layers}
+        shares = {
+            share.source for share in world.sets[0].plan.shares if share.role is Role.TARGET_KEY and 1 in share.layers
+        }
         (idle, *_) = set(range(4)) - shares
         message = Ready(**world.ids(world.prefill[idle], 1), source=idle, pieces=(KEY,))
         world.network.deliver_to(world.decode[0].name, message)

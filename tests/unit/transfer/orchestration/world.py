@@ -203,7 +203,9 @@ class World:
 
     # What the schedulers do.
 
-    def request(self, room: int, tokens: int, *cuts: int, seed: int = 0, gate: Callable[[], bool] | None = None) -> Request:
+    def request(
+        self, room: int, tokens: int, *cuts: int, seed: int = 0, gate: Callable[[], bool] | None = None
+    ) -> Request:
         """Pages and slots everywhere, the prompt's caches at prefill. cuts: pages after each chunk but the last."""
         pages = -(-tokens // self.shapes[0].page_size)
         source = self._place(0, pages)
@@ -233,9 +235,7 @@ class World:
         return self.open(self.request(room, tokens, *cuts, **options))  # type: ignore[arg-type]
 
     def is_bound(self, request: Request) -> bool:
-        return all(
-            node.events.count("bound", request.room) > request.bound_before[node.name] for node in self.prefill
-        )
+        return all(node.events.count("bound", request.room) > request.bound_before[node.name] for node in self.prefill)
 
     def send_chunk(self, request: Request, **changes: object) -> None:
         """Prefill's schedulers hand the next chunk over."""
