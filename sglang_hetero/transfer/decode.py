@@ -97,7 +97,7 @@ class DecodeSide(Reception):
         settings = self.settings
         with self._lock:
             overdue = inbox.overdue(self._clock(), settings.window_seconds, settings.stall_seconds, self._units)
-            outgoing = self._fail(inbox, overdue) if overdue else []
+            outgoing = self._fail(inbox, f"{self.manifest.label}: {overdue}") if overdue else []
         self._send(outgoing)
         with self._lock:
             status = inbox.machine.status
@@ -167,7 +167,8 @@ class DecodeSide(Reception):
             for inbox in list(self._inboxes.values()):
                 for number, source in enumerate(inbox.source_set.sources):
                     if source.incarnation in incarnations:
-                        outgoing += self._carry_out(inbox, inbox.machine.gone(number))
+                        outgoing += self._fail(inbox, f"{source.label} is gone")
+                        outgoing += self._source_gone(inbox, number)
         self._send(outgoing)
 
     def _from_source(self, message: messages.Ready | messages.Failed | messages.Drained) -> None:
@@ -178,18 +179,20 @@ class DecodeSide(Reception):
             if not inbox.source_set.is_source(message.incarnation, message.source):
                 raise ProtocolError(f"room {message.room}: source {message.source} is another process")
             inbox.progress = self._clock()
-            machine = inbox.machine
+            machine, label = inbox.machine, inbox.source_set.sources[message.source].label
             if isinstance(message, messages.Ready):
                 try:
                     outgoing = self._ready(inbox, message)
                 except HeteroError as error:
-                    outgoing = self._fail(inbox, f"{inbox.source_set.sources[message.source].label}: {error}")
+                    outgoing = self._fail(inbox, f"{label}: {error}")
             elif isinstance(message, messages.Failed):
-                label = inbox.source_set.sources[message.source].label
-                reason = f"{label}: {message.reason or 'it failed without a reason'}"
+                reason = message.reason or "it failed without a reason"
+                if label not in reason:
+                    reason = f"{label}: {reason}"
                 outgoing = self._carry_out(inbox, machine.peer_failed(message.source, reason))
             else:
-                outgoing = self._carry_out(inbox, machine.drained(message.source))
+                outgoing = self._fail(inbox, f"{label} has stopped")
+                outgoing += self._carry_out(inbox, machine.drained(message.source))
         self._send(outgoing)
 
     def _ready(self, inbox: Inbox, message: messages.Ready) -> Outgoing:
@@ -215,8 +218,14 @@ class DecodeSide(Reception):
             inbox = self._inboxes.get((message.room, epochs[0])) if epochs else None
             if inbox is None or inbox.machine.status is not ReceivingStatus.OPEN:
                 return
+            if message.incarnation not in {source.incarnation for source in inbox.source_set.sources}:
+                raise ProtocolError(f"room {message.room}: it is from another process than the request was bound to")
+            if inbox.first == message:
+                return  # told twice
             inbox.progress = self._clock()
             try:
+                if inbox.first is not None:
+                    raise ProtocolError("it has been told before, and otherwise")
                 totals = inbox.totals(message)
                 inbox.first = message
                 outgoing = self._carry_out(inbox, inbox.machine.first_generation(totals))

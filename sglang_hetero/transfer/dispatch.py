@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sglang_hetero.errors import HeteroError
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PARKED = 1024
 """Bind messages that wait for their sender's registration or for the topology: a matter of moments."""
+MAX_REPLACED = 1024
+"""Former decode processes that are remembered, so that a last word of theirs does not undo a restart."""
 MAX_ROOMS = 1 << 16
 """Room numbers whose last use is remembered: far more than requests can be under way."""
 UNCLAIMED_SECONDS = 60.0
@@ -52,6 +55,15 @@ class Events(Protocol):
 
     def failed(self, room: int, reason: str) -> None:
         """It will not arrive; no new write of it begins."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a request: page ids, slot, and how many tokens."""
+
+    pages: Ids
+    slot: int
+    tokens: int
 
 
 class Dispatch:
@@ -88,6 +100,7 @@ class Dispatch:
         self._destinations: dict[tuple[str, int, int], Destination] = {}
         self._claimed: set[int] = set()
         self._epochs = Epochs(keep=MAX_ROOMS)
+        self._replaced: OrderedDict[str, None] = OrderedDict()  # decode processes whose place another one has taken
         self._parked: OrderedDict[tuple[str, int, int], messages.Bind] = OrderedDict()
         self._early: dict[tuple[str, int, int], int] = {}  # what was acknowledged of a request whose Bind is parked
 
@@ -108,6 +121,7 @@ class Dispatch:
         ]
         for room in stale:
             del self._rooms[room]
+            logger.info("%s: room %d ended and was never asked for here", self.manifest.label, room)
 
     def fail(self, room: int, reason: str, only: Destination | None = None) -> None:
         """End a request on this side: no write of it begins any more, and every decode rank is told why.
@@ -162,6 +176,18 @@ class Dispatch:
                 for destination in outbox.destinations.values()
             )
 
+    def _fail_of(self, destination: Destination, reason: str) -> None:
+        """End the request that this destination belongs to, which need not be the room's present one."""
+        with self._lock:
+            outbox = self._rooms.get(destination.room)
+            current = outbox is not None and outbox.destinations.get(destination.rank) is destination
+            if not current:
+                destination.sending.abort(reason)
+        if current:
+            self.fail(destination.room, reason)
+        else:
+            self._farewell(destination)
+
     def failure(self, room: int) -> str | None:
         """Why a request has failed on this side; None if it has not."""
         with self._lock:
@@ -177,8 +203,10 @@ class Dispatch:
             if outbox is None:
                 return
             for destination in outbox.destinations.values():
-                if not destination.sending.in_flight:
+                # A write that is under way or in doubt is asked about later.
+                if destination.sending.drained:
                     self._destinations.pop((destination.peer.incarnation, room, destination.epoch), None)
+        self._unpark(room)
 
     def check(self, room: int) -> None:
         """Fail a request that stands still: called when SGLang polls, also moves on chunks that were not complete."""
@@ -193,6 +221,13 @@ class Dispatch:
         self._advance(outbox)
         if outbox.closed and idle > self._stall_seconds:
             self.fail(room, f"no progress for {idle:.0f} s, waiting for {', '.join(waits_for)}")
+
+    def _unpark(self, room: int | None = None) -> None:
+        """Look again at what has waited: for a registration, the topology, or the end of its room's last use.
+
+        room: only at what is about that one.
+        """
+        raise NotImplementedError
 
     # A mover.
 
@@ -213,9 +248,9 @@ class Dispatch:
                 destination.queued = False
                 return False
             destination.taken = max(destination.taken, taken.stop) if batch else destination.taken
-            pages, slot = outbox.pages, outbox.slot
+            source = Held(outbox.pages, outbox.slot, outbox.tokens)
         try:
-            problem = self._write(destination, batch, pages, slot)
+            problem = self._write(destination, batch, source)
         except Exception as error:
             logger.exception("room %d to %s", destination.room, destination.peer.label)
             problem = f"{type(error).__name__}: {error}"
@@ -227,14 +262,14 @@ class Dispatch:
             if outbox is not None:
                 outbox.progress = self._clock()
         if problem:
-            self.fail(destination.room, f"{self.manifest.label} {problem}")
+            self._fail_of(destination, f"{self.manifest.label} {problem}")
         if destination.goodbye:
             self._farewell(destination)
         return runnable
 
-    def _write(self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int) -> str:
+    def _write(self, destination: Destination, batch: Sequence[tuple[int, Piece]], source: Held) -> str:
         """Write a batch, which may be empty, and announce it; what went wrong, or an empty text."""
-        written = self._writer.write(destination, batch, pages, slot)
+        written = self._writer.write(destination, batch, source.pages, source.slot)
         with self._lock:
             if written.problem:
                 destination.sending.write_failed(written.problem, written.in_doubt)
@@ -247,30 +282,28 @@ class Dispatch:
             if destination.owes_total and destination.sending.total is not None:
                 total, destination.total_told = destination.sending.total, True
         if total >= 0 and destination.verify and destination.program.pulls:
-            self._tell_reads(destination, pages, slot)
+            self._tell_reads(destination, source)
         self.counters.add("writes")
         self.counters.add("descriptors", written.descriptors)
         self.counters.add("bytes", written.nbytes)
-        if written.pieces or total >= 0:
-            self._tell(
-                destination.peer,
-                messages.Ready,
-                destination.room,
-                destination.epoch,
-                source=self._number,
-                pieces=written.pieces,
-                total=total,
-                digests=written.digests,
-            )
-        return ""
+        told = not (written.pieces or total >= 0) or self._tell(
+            destination.peer,
+            messages.Ready,
+            destination.room,
+            destination.epoch,
+            source=self._number,
+            pieces=written.pieces,
+            total=total,
+            digests=written.digests,
+        )
+        return "" if told else f"could not reach {destination.peer.label}"
 
-    def _tell_reads(self, destination: Destination, pages: Ids, slot: int) -> None:
+    def _tell_reads(self, destination: Destination, source: Held) -> None:
         """Digests of what decode will read itself, before it knows that it may."""
-        tokens = self._rooms[destination.room].tokens
-        reads = list(enumerate(destination.program.reads(tokens)))
+        reads = list(enumerate(destination.program.reads(source.tokens)))
         for start in range(0, len(reads), fields.MAX_PIECES):
             batch = reads[start : start + fields.MAX_PIECES]
-            pieces, digests = self._writer.digests_of(destination, batch, pages, slot)
+            pieces, digests = self._writer.digests_of(destination, batch, source.pages, source.slot)
             self._tell(
                 destination.peer,
                 messages.Ready,
@@ -282,13 +315,15 @@ class Dispatch:
                 reads=True,
             )
 
-    def _tell(self, peer: Peer, kind: Callable[..., messages.Message], room: int, epoch: int, **fields: Any) -> None:
-        """Post to a decode rank; one that cannot be reached has its own timeout."""
+    def _tell(self, peer: Peer, kind: Callable[..., messages.Message], room: int, epoch: int, **fields: Any) -> bool:
+        """Post to a decode rank; False if it cannot be reached. It has its own timeout then."""
         message = kind(room=room, epoch=epoch, incarnation=self.manifest.incarnation, **fields)
         try:
             self._post(peer.endpoint, messages.encode(message))
         except Exception as error:
             logger.warning("%s: no %s to %s: %s", self.manifest.label, type(message).__name__, peer.label, error)
+            return False
+        return True
 
     def _farewell(self, destination: Destination) -> None:
         """Tell the peer that nothing of the request will be written any more, once that is so."""

@@ -69,6 +69,8 @@ class Inbox:
     """What is still to be read, in mode pull."""
     batch: list[Arrived] = field(default_factory=list)
     """What is being read now, in mode pull."""
+    in_doubt: set[int] = field(default_factory=set)
+    """Sources of which a read has failed and may still bring bytes."""
     unmerged: int = 0
     """Pieces of `batch` that have been read and not been merged."""
     digests: dict[tuple[int, int, bool], dict[int, bytes]] = field(default_factory=dict)

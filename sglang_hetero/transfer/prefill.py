@@ -16,7 +16,7 @@ from sglang_hetero.layout.wire import decode as decode_manifest
 
 from . import messages
 from .device import Done, at_once
-from .dispatch import MAX_PARKED, Dispatch
+from .dispatch import MAX_PARKED, MAX_REPLACED, Dispatch
 from .lifetime import SendingStatus
 from .link import Endpoint
 from .mover import Mover
@@ -90,6 +90,8 @@ class PrefillSide(Dispatch):
             message.control,
         )
         with self._lock:
+            if message.incarnation in self._replaced:
+                raise ProtocolError("another process has taken its place")
             if message.incarnation in self._peers:
                 return
             peer.mover = Mover(manifest.label, self._turn)
@@ -100,11 +102,10 @@ class PrefillSide(Dispatch):
             self._forget(old)
         self._unpark()
 
-    def _unpark(self) -> None:
-        """Look again at what has waited for a registration or the topology."""
+    def _unpark(self, room: int | None = None) -> None:
         with self._lock:
-            parked = list(self._parked.values())
-            self._parked.clear()
+            waiting = [key for key in self._parked if room is None or key[1] == room]
+            parked = [self._parked.pop(key) for key in waiting]
         for message in parked:
             self.handle(message)
 
@@ -112,25 +113,35 @@ class PrefillSide(Dispatch):
         """Another process has taken a peer's place."""
         with self._lock:
             self._peers.pop(peer.incarnation, None)
-            rooms = {key[1] for key in self._destinations if key[0] == peer.incarnation}
-        for room in rooms:
-            self.fail(room, f"{peer.label} was started again")
+            self._replaced[peer.incarnation] = None
+            while len(self._replaced) > MAX_REPLACED:
+                self._replaced.popitem(last=False)
+            keys = [key for key in self._destinations if key[0] == peer.incarnation]
+            destinations = [self._destinations.pop(key) for key in keys]
+        for destination in destinations:
+            self._fail_of(destination, f"{peer.label} was started again")
         if peer.mover is not None:
             peer.mover.stop()
 
     def _bind(self, message: messages.Bind) -> None:
         key = (message.incarnation, message.room, message.epoch)
         with self._lock:
+            if message.incarnation in self._replaced:
+                raise ProtocolError(f"room {message.room} is bound by a process that another one has replaced")
+            if self._epochs.late(*key):
+                return
             peer = self._peers.get(message.incarnation)
-            if peer is None or not self._sources:  # messages of two threads over there may overtake each other
-                self._parked[key] = message
-                while len(self._parked) > MAX_PARKED:
-                    dropped, _ = self._parked.popitem(last=False)
-                    self._early.pop(dropped, None)
+            outbox = self._rooms.get(message.room)
+            again = outbox is not None and message.rank in outbox.destinations
+        if again and peer is not None:
+            self.fail(message.room, f"{peer.label} bound the request again")
+        with self._lock:
+            self._sweep()
+            if peer is None or not self._sources or self._in_use(message):
+                self._park(key, message)
                 return
             if not self._epochs.open(*key):
                 return
-            self._sweep()
         try:
             self._accept(message, peer)
         except HeteroError as error:
@@ -138,24 +149,40 @@ class PrefillSide(Dispatch):
             self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
             self.fail(message.room, str(error))
 
+    def _in_use(self, message: messages.Bind) -> bool:
+        """Whether an earlier use of the room is not over here; the lock is held.
+
+        It is over when SGLang has let go of it. What has only been given up by others before anything was bound, and is
+        waited for by nobody, does not count.
+        """
+        outbox = self._rooms.get(message.room)
+        if outbox is None or (not outbox.ended and message.rank not in outbox.destinations):
+            return False
+        if not outbox.destinations and message.room not in self._claimed:
+            del self._rooms[message.room]
+            return False
+        return True
+
+    def _park(self, key: tuple[str, int, int], message: messages.Bind) -> None:
+        """Keep it until it can be looked at; the lock is held."""
+        self._parked[key] = message
+        while len(self._parked) > MAX_PARKED:
+            dropped, _ = self._parked.popitem(last=False)
+            self._early.pop(dropped, None)
+
     def _accept(self, message: messages.Bind, peer: Peer) -> None:
         """Enter a destination. Raises HeteroError for what this rank would not do as decode expects."""
+        key = (message.incarnation, message.room, message.epoch)
         with self._lock:
             destination = destination_of(message, peer, self._sources, self._number)
             outbox = self._rooms.get(message.room)
-            again = outbox is not None and message.rank in outbox.destinations
-        if again:
-            self.fail(message.room, f"{peer.label} bound the request again")
-        with self._lock:
-            outbox = self._rooms.get(message.room)
-            if outbox is None or again:
+            if outbox is None:
                 outbox = self._rooms[message.room] = Outbox(message.room, message.ranks, progress=self._clock())
             if outbox.expected != message.ranks:
                 raise ProtocolError(
                     f"{peer.label} says that {message.ranks} decode ranks take room {message.room}, another said "
                     f"{outbox.expected}"
                 )
-            key = (message.incarnation, message.room, message.epoch)
             outbox.destinations[message.rank] = destination
             self._destinations[key] = destination
             destination.sending.acked(self._early.pop(key, 0))
@@ -178,10 +205,12 @@ class PrefillSide(Dispatch):
                 return  # of a request that has ended here
             outbox.progress = self._clock()
             try:
-                if isinstance(message, messages.Ack):
+                if isinstance(message, messages.Finish):
+                    destination.sending.finished()
+                elif message.stage == self.manifest.coordinates.pp_rank:
                     destination.sending.acked(message.upto)
                 else:
-                    destination.sending.finished()
+                    raise ProtocolError(f"pieces of stage {message.stage} are acknowledged to {self.manifest.label}")
             except ProtocolError as error:
                 problem = str(error)
             else:
@@ -201,22 +230,30 @@ class PrefillSide(Dispatch):
 
     def _abort(self, message: messages.Abort) -> None:
         key = (message.incarnation, message.room, message.epoch)
+        reason = message.reason or "a decode rank gave the request up"
         with self._lock:
             self._parked.pop(key, None)
             self._early.pop(key, None)
-            never_bound = self._epochs.open(*key)
             peer = self._peers.get(message.incarnation)
             destination = self._destinations.get(key)
-            reason = message.reason or "a decode rank gave the request up"
-            if never_bound and message.room not in self._rooms:
+            never_bound = self._epochs.open(*key)
+            outbox = self._rooms.get(message.room)
+            if never_bound and outbox is None:
                 # The request may be waiting here for a Bind that will not come.
                 self._rooms[message.room] = Outbox(message.room, 0, progress=self._clock(), ended=True, reason=reason)
+            # Of the request that others have bound? Not if this rank has, with another epoch.
+            same_use = (
+                peer is not None
+                and outbox is not None
+                and all(each.peer is not peer for each in outbox.destinations.values())
+            )
         if destination is not None:
             destination.aborted = True
+            destination.sending.abort(reason)
             self.fail(message.room, reason, only=destination)
             self._farewell(destination)
             return
-        if never_bound:
+        if never_bound and same_use:
             self.fail(message.room, reason)
         if peer is not None:  # nothing of it was ever written, or all has been told already
             self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .engine.base import Engine
+from .engine.base import Engine, EngineError
 from .inbox import Arrived, Inbox
 from .outbox import Ids
 
@@ -60,26 +61,39 @@ def reads_of(inbox: Inbox, batch: Sequence[Arrived], arena: int, pages: Ids, slo
     return reads
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a read ended. problem: what went wrong, or an empty text; in_doubt: bytes may still arrive then."""
+
+    problem: str = ""
+    in_doubt: bool = False
+
+
+Report = Callable[[Inbox, int, Outcome], None]
+"""Told of every read that has ended, with the number of the source."""
+
+
 class Puller:
     """Runs reads on threads and reports each."""
 
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine, self._executor = engine, executor
 
-    def start(self, inbox: Inbox, reads: Sequence[Read], done: Callable[[Inbox, int, str], None]) -> None:
-        """Begin to read; `done` is told each source's number and what went wrong, or an empty text."""
+    def start(self, inbox: Inbox, reads: Sequence[Read], done: Report) -> None:
+        """Begin to read; `done` is told of each source."""
         for read in reads:
             self._executor.submit(self._read, inbox, read, done)
 
-    def _read(self, inbox: Inbox, read: Read, done: Callable[[Inbox, int, str], None]) -> None:
+    def _read(self, inbox: Inbox, read: Read, done: Report) -> None:
         source, remote, local, sizes = read
-        problem = ""
+        outcome = Outcome()
         try:
             self._engine.read(inbox.source_set.sessions[source], local, remote, sizes)
         except Exception as error:
             label = inbox.source_set.sources[source].label
-            problem = f"could not read from {label}: {type(error).__name__}: {error}"
-        done(inbox, source, problem)
+            settled = isinstance(error, EngineError) and error.settled
+            outcome = Outcome(f"could not read from {label}: {type(error).__name__}: {error}", not settled)
+        done(inbox, source, outcome)
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -32,7 +32,7 @@ from .lifetime import ReceivingStatus
 from .link import Endpoint, Post
 from .merger import MergeWorker, differences, merge
 from .pieces import Piece, StateMode
-from .puller import Puller, next_batch, pieces_to_read, reads_of
+from .puller import Outcome, Puller, next_batch, pieces_to_read, reads_of
 from .staging import Arena, per_stage
 
 logger = logging.getLogger(__name__)
@@ -240,9 +240,12 @@ class Reception:
         later = outgoing
         while later:
             now, later = later, []
+            unknown: set[tuple[int, int]] = set()  # sources that do not know us: what follows would lie there for ever
             for inbox, number, message in now:
                 label = inbox.source_set.sources[number].label
                 try:
+                    if isinstance(message, messages.Bind) and (id(inbox.source_set), number) in unknown:
+                        raise ProtocolError("it does not know this rank")
                     self._post(inbox.source_set.endpoints[number], messages.encode(message))
                 except Exception as error:
                     logger.warning("%s: no %s to %s: %s", self.manifest.label, type(message).__name__, label, error)
@@ -250,6 +253,7 @@ class Reception:
                     with self._lock:
                         if isinstance(message, messages.Register):
                             inbox.source_set.registered.discard(number)
+                            unknown.add((id(inbox.source_set), number))
                         later += self._fail(inbox, reason)
                         if isinstance(message, messages.Bind):  # it will never know where to write
                             later += self._carry_out(inbox, inbox.machine.drained(number))
@@ -354,7 +358,12 @@ class Reception:
     # Mode pull; the lock is held but in `_read_done`.
 
     def _read_on(self, inbox: Inbox) -> Outgoing:
-        """Read the next pieces, or report that all has been read, or that a failed request reads no more."""
+        """Read the next pieces, or report that all has been read, or that a failed request reads no more.
+
+        Not as long as a read is in doubt: what it brings would land in units that are somebody else's.
+        """
+        if inbox.in_doubt:
+            return []
         inbox.batch = next_batch(inbox.to_read, inbox.units) if self._is_open(inbox) else []
         if not inbox.batch:
             return self._carry_out(inbox, inbox.machine.pulled())
@@ -370,10 +379,13 @@ class Reception:
         self._puller.start(inbox, reads, self._read_done)
         return []
 
-    def _read_done(self, inbox: Inbox, source: int, problem: str) -> None:
+    def _read_done(self, inbox: Inbox, source: int, outcome: Outcome) -> None:
         """On a reader's thread: a source has been read from. When all have, the pieces are merged."""
+        problem = outcome.problem
         with self._lock:
             inbox.progress = self._clock()
+            if outcome.in_doubt:
+                inbox.in_doubt.add(source)
             outgoing = self._fail(inbox, problem) if problem else []
             inbox.reading -= 1
             if not inbox.reading:
@@ -385,3 +397,12 @@ class Reception:
                     inbox.unmerged = 0
                     outgoing += self._read_on(inbox)
         self._send(outgoing)
+
+    def _source_gone(self, inbox: Inbox, number: int) -> Outgoing:
+        """Nothing of a source can reach our memory any more; the lock is held."""
+        outgoing = self._carry_out(inbox, inbox.machine.gone(number))
+        if number in inbox.in_doubt:
+            inbox.in_doubt.discard(number)
+            if not inbox.reading and not inbox.unmerged:
+                outgoing += self._read_on(inbox)
+        return outgoing

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import HeteroError, StagingError
 from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.merge.assemble import Memory, pack_pages
 from sglang_hetero.reshard.bind import Descriptors
@@ -20,7 +20,7 @@ from . import messages, verify
 from .device import Lane
 from .engine.base import Engine, EngineError
 from .outbox import Destination, Ids
-from .pieces import Part, Piece
+from .pieces import UNIT_OPTION, Part, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,11 @@ class Batch:
             if self._buffer is None:
                 self._buffer, self._used = self._packs.take(), 0
             count = min(len(ids) - done, (self._packs.buffer_bytes - self._used) // page_bytes)
+            if count == 0 and not self._used:
+                raise StagingError(
+                    f"a page of {share.role} has {page_bytes} bytes for this peer, a buffer to gather it in has "
+                    f"{self._packs.buffer_bytes}; raise {UNIT_OPTION} on prefill"
+                )
             if count == 0:
                 self.flush()
                 continue
@@ -109,10 +114,14 @@ class Batch:
                 self.descriptors += len(sizes)
                 self.nbytes += int(sizes.sum())
         finally:
-            self._sources, self._destinations, self._sizes = [], [], []
-            if self._buffer is not None:
-                self._packs.give(self._buffer)
-                self._buffer = None
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget what has been added and not been written."""
+        self._sources, self._destinations, self._sizes = [], [], []
+        if self._buffer is not None:
+            self._packs.give(self._buffer)
+            self._buffer = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,8 @@ class Writer:
         except Exception as error:
             logger.exception("room %d to %s", destination.room, peer.label)
             return Written(problem=f"for {peer.label}: {type(error).__name__}: {error}", in_doubt=True)
+        finally:
+            out.drop()
         return Written(_announced(own), digests, out.descriptors, out.nbytes)
 
     def digests_of(

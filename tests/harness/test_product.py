@@ -131,13 +131,14 @@ def test_geometries(harness: Harness, shape: Geometry, prefill_tp: int, decode_t
 
 
 def test_more_requests_than_slots_and_units_wait(harness: Harness) -> None:
-    """Case 30: 17 requests on 6 slots, and an arena of fewer units than they want."""
+    """Case 30: 17 requests at a time, 6 slots on prefill and staging for two of them on decode.
+
+    Decode has a slot for each, since the harness keeps what has arrived for the comparison.
+    """
     shape = geometry(64)
-    with harness.pair(shape, prefill_tp=2, decode_tp=1, decode_env=SCARCE) as pair:
-        handoffs = [Handoff(1 + 17 * number, min(3, 1 + number), seed=number) for number in range(17)]
-        # Requests that arrive keep their memory for the comparison, so no more than the slots may arrive at a time.
-        for start in range(0, len(handoffs), shape.slots):
-            check(pair, handoffs[start : start + shape.slots])
+    many = replace(shape, slots=17, pages=64)
+    with harness.pair(shape, prefill_tp=2, decode_tp=1, decode_geometry=many, decode_env=SCARCE) as pair:
+        check(pair, [Handoff(1 + 17 * number, min(3, 1 + number), seed=number) for number in range(many.slots)])
         check_all_is_back(pair)
 
 

@@ -17,9 +17,13 @@ class Epochs:
         self._keep = keep
         self._newest: OrderedDict[tuple[str, int], int] = OrderedDict()
 
+    def late(self, incarnation: str, room: int, epoch: int) -> bool:
+        """Whether a Bind with this epoch would not open its room; nothing changes."""
+        return epoch <= self._newest.get((incarnation, room), -1)
+
     def open(self, incarnation: str, room: int, epoch: int) -> bool:
         """A Bind of the destination process `incarnation` has come: True if it opens the room, False if it is late."""
-        opens = epoch > self._newest.get((incarnation, room), -1)
+        opens = not self.late(incarnation, room, epoch)
         self.end(incarnation, room, epoch)
         return opens
 

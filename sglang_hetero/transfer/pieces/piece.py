@@ -114,7 +114,13 @@ class SourceSide:
         return found
 
     def area_bytes(self, pages_per_piece: Mapping[Role, int]) -> int:
-        """Bytes that the source needs in a unit: aligned, and what it has to compare with the area it was given."""
+        """Bytes that the source needs in a unit: aligned, and what it has to compare with the area it was given.
+
+        pages_per_piece: of every paged role that it sends. Raises ProtocolError if one is missing.
+        """
+        missing = sorted(self.page_bytes.keys() - pages_per_piece.keys())
+        if missing:
+            raise ProtocolError(f"nothing says how many pages of {missing[0]} a piece has")
         paged = (pages_per_piece[role] * nbytes for role, nbytes in self.page_bytes.items())
         return aligned(max((self.state_bytes, *paged)))
 

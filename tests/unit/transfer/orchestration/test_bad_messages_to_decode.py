@@ -1,4 +1,4 @@
-"""What a prefill rank or a control service says that is late, foreign or wrong: one request fails, or nothing happens."""
+"""What prefill or a control service says that is late, foreign or wrong: one request fails, or nothing happens."""
 
 import pytest
 from msgspec.structs import replace

@@ -9,7 +9,8 @@ from sglang_hetero.transfer.engine.loopback import Fault
 from sglang_hetero.transfer.pieces import StateMode
 
 from .models import FOUR, MLA, PLAIN, SIX, TWO
-from .world import Request, World
+from .parts import Request
+from .world import World
 
 PAIRS = [
     (FOUR, (2, 1), 1),

@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
@@ -26,49 +25,11 @@ from tests.unit.transfer.pieces_handover import least_unit
 
 from .network import Network
 from .nodes import DecodeNode, PrefillNode, RealRank, topology_of
+from .parts import Clock, Crashes, Request
 
 SECONDS = 6.0
 """A test that waits longer has found a hang."""
 _worlds = itertools.count()
-
-
-@dataclass
-class Request:
-    """One request. ends: pages there are after each chunk; the last two may be equal: an empty last chunk."""
-
-    room: int
-    tokens: int
-    ends: tuple[int, ...]
-    seed: int
-    source: Place
-    places: list[Place]
-    sent: int = 0
-    """Chunks that prefill's scheduler has handed over."""
-    results: dict[str, Progress] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    bound_before: dict[str, int] = field(default_factory=dict)
-    gate: Callable[[], bool] = lambda: True
-    """`ready` of its chunks."""
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class _Crashes(logging.Handler):
-    """Catches what a thread's last resort logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "turn failed" in record.getMessage():
-            self.found.append(f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}")
 
 
 class World:
@@ -99,7 +60,7 @@ class World:
         """capacity: requests whose windows the arena holds. announce: tell prefill its topology."""
         self.tag = f"w{next(_worlds)}"
         self.model, self.tp, self.stages, self.engine = model, tp, stages, engine
-        self.network, self.fabric, self.clock = Network(seed), Fabric(), _Clock()
+        self.network, self.fabric, self.clock = Network(seed), Fabric(), Clock()
         self.random = np.random.default_rng(seed)
         self.shapes = shapes or (Shape(page_size, pages, slots), Shape(page_size, pages, slots))
         self._free = [self._ids(shape) for shape in self.shapes]
@@ -115,7 +76,7 @@ class World:
         self.decode = [self._decode(rank) for rank in ranks]
         self.topology = topology_of(self.prefill)
         self.sets: list[SourceSet] = [node.side.join("prefill", self.topology) for node in self.decode]
-        self._crashes = _Crashes()
+        self._crashes = Crashes()
         logging.getLogger("sglang_hetero.transfer").addHandler(self._crashes)
         if announce:
             self.announce()
