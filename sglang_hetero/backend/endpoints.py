@@ -168,8 +168,13 @@ class ReceiverMixin:
         super().failure_exception()  # type: ignore[misc]
 
     def abort(self) -> None:
-        if self._hetero and self.kv_mgr.hetero_decode is not None:
-            self.kv_mgr.hetero_decode.fail(self.bootstrap_room, "the client gave the request up (decode)")
+        reason = "the client gave the request up (decode)"
+        side = self.kv_mgr.hetero_decode
+        if self._hetero and side is not None:
+            if side.holds(self.bootstrap_room):
+                side.fail(self.bootstrap_room, reason)
+            elif self.conclude_state is None:
+                self._tell_all(reason)
         super().abort()  # type: ignore[misc]
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -185,6 +190,10 @@ class ReceiverMixin:
     def _give_up(self, reason: str) -> None:
         """Fail the request before prefill has been told where it goes, and tell prefill, which waits for that."""
         self._fail(reason)
+        self._tell_all(reason)
+
+    def _tell_all(self, reason: str) -> None:
+        """Tell every prefill rank that the request will not be bound."""
         info = self.kv_mgr.hetero_info(self.bootstrap_addr)
         if info is None:
             return

@@ -36,7 +36,7 @@ MAX_REPLACED = 1024
 MAX_ROOMS = 1 << 16
 """Room numbers whose last use is remembered: far more than requests can be under way."""
 UNCLAIMED_SECONDS = 60.0
-"""How long it is remembered that a request has failed for which prefill has not been asked yet."""
+"""How long it is remembered that a request has failed that only one side has been asked for yet."""
 PULL_HOLD_SECONDS = 30.0
 """How long pages of a failed request are kept for a decode rank that may be reading them; SGLang holds pages on decode
 as long for a prefill that may be writing them."""
@@ -99,6 +99,7 @@ class Dispatch:
         # Also those of requests that have ended here but still have a write in flight. By incarnation, room and epoch.
         self._destinations: dict[tuple[str, int, int], Destination] = {}
         self._claimed: set[int] = set()
+        self._let_go: OrderedDict[int, float] = OrderedDict()  # rooms that ended before decode had bound them, and when
         self._epochs = Epochs(keep=MAX_ROOMS)
         self._replaced: OrderedDict[str, None] = OrderedDict()  # decode processes whose place another one has taken
         self._parked: OrderedDict[tuple[str, int, int], messages.Bind] = OrderedDict()
@@ -110,10 +111,13 @@ class Dispatch:
         """SGLang has a sender for the request, which will `release` it."""
         with self._lock:
             self._claimed.add(room)
+            self._let_go.pop(room, None)
 
     def _sweep(self) -> None:
         """Drop what ended long ago and no sender has come for: the client has reached decode only. Lock is held."""
         now = self._clock()
+        while self._let_go and now - next(iter(self._let_go.values())) > UNCLAIMED_SECONDS:
+            self._let_go.popitem(last=False)
         stale = [
             room
             for room, outbox in self._rooms.items()
@@ -200,6 +204,9 @@ class Dispatch:
         with self._lock:
             self._claimed.discard(room)
             outbox = self._rooms.pop(room, None)
+            if outbox is None or not outbox.bound:
+                self._let_go[room] = self._clock()
+                self._let_go.move_to_end(room)
             if outbox is None:
                 return
             for destination in outbox.destinations.values():

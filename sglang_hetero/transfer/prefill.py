@@ -137,6 +137,13 @@ class PrefillSide(Dispatch):
             self.fail(message.room, f"{peer.label} bound the request again")
         with self._lock:
             self._sweep()
+            let_go = peer is not None and message.room in self._let_go and self._epochs.open(*key)
+        if peer is not None and let_go:
+            reason = f"the request had ended at {self.manifest.label} before it was bound"
+            self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=reason)
+            self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            return
+        with self._lock:
             if peer is None or not self._sources or self._in_use(message):
                 self._park(key, message)
                 return
@@ -238,7 +245,10 @@ class PrefillSide(Dispatch):
             destination = self._destinations.get(key)
             never_bound = self._epochs.open(*key)
             outbox = self._rooms.get(message.room)
-            if never_bound and outbox is None:
+            for each in outbox.destinations.values() if outbox is not None else ():
+                if (each.peer.incarnation, each.epoch) == (message.incarnation, message.epoch):
+                    each.aborted = True
+            if never_bound and outbox is None and message.room not in self._let_go:
                 # The request may be waiting here for a Bind that will not come.
                 self._rooms[message.room] = Outbox(message.room, 0, progress=self._clock(), ended=True, reason=reason)
             # Of the request that others have bound? Not if this rank has, with another epoch.
@@ -248,7 +258,6 @@ class PrefillSide(Dispatch):
                 and all(each.peer is not peer for each in outbox.destinations.values())
             )
         if destination is not None:
-            destination.aborted = True
             destination.sending.abort(reason)
             self.fail(message.room, reason, only=destination)
             self._farewell(destination)

@@ -1,4 +1,4 @@
-"""What the plugin does in which process: it closes gaps on our CPU platform only, and puts the transfer in everywhere."""
+"""What the plugin does in which process: closes gaps on our CPU platform only, puts the transfer in everywhere."""
 
 import sys
 from types import ModuleType

@@ -146,4 +146,7 @@ def test_a_bind_again_with_a_newer_epoch_fails_the_request_in_the_open():
             world.network.deliver_to(one.receiver, replace(one.message, epoch=one.message.epoch + 5))
         for node in world.prefill:
             assert node.side.failure(1), "the scheduler goes on with a request that has failed"
+        for one in world.network.sent(Bind, room=1):
+            abort = Abort(room=1, epoch=one.message.epoch + 5, incarnation=one.message.incarnation)
+            world.network.deliver_to(one.receiver, abort)
         fails(world, victim)

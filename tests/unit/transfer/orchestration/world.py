@@ -193,6 +193,9 @@ class World:
         return request
 
     def start(self, room: int, tokens: int, *cuts: int, **options: object) -> Request:
+        """A request on both sides: prefill's schedulers have it, and decode's have pages for it."""
+        for node in self.prefill:
+            node.side.claim(room)
         return self.open(self.request(room, tokens, *cuts, **options))  # type: ignore[arg-type]
 
     def is_bound(self, request: Request) -> bool:
