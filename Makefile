@@ -58,6 +58,7 @@ format: setup
 bench: setup
 	@$(BIN)/python -m bench_serving.prefill_cpu --limit 60
 	@$(BIN)/python -m bench_serving.merge
+	@$(BIN)/python -m bench_serving.handoff
 
 clean:
 	rm -rf .venv .venv-ascend .venv.lock $(OUT)

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_PARKED = 1024
 """Bind messages that wait for their sender's registration or for the topology: a matter of moments."""
+MAX_LET_GO = 1 << 14
+"""Requests of the last UNCLAIMED_SECONDS that are remembered so; those on SGLang's own path are among them."""
 MAX_REPLACED = 1024
 """Former decode processes that are remembered, so that a last word of theirs does not undo a restart."""
 MAX_ROOMS = 1 << 16
@@ -113,11 +115,20 @@ class Dispatch:
             self._claimed.add(room)
             self._let_go.pop(room, None)
 
+    def _remember(self, room: int | None, now: float) -> None:
+        """Add to the rooms that ended before they were bound; the old ones are forgotten. The lock is held."""
+        if room is not None:
+            self._let_go[room] = now
+            self._let_go.move_to_end(room)
+        while self._let_go and (
+            len(self._let_go) > MAX_LET_GO or now - next(iter(self._let_go.values())) > UNCLAIMED_SECONDS
+        ):
+            self._let_go.popitem(last=False)
+
     def _sweep(self) -> None:
         """Drop what ended long ago and no sender has come for: the client has reached decode only. Lock is held."""
         now = self._clock()
-        while self._let_go and now - next(iter(self._let_go.values())) > UNCLAIMED_SECONDS:
-            self._let_go.popitem(last=False)
+        self._remember(None, now)
         stale = [
             room
             for room, outbox in self._rooms.items()
@@ -205,8 +216,7 @@ class Dispatch:
             self._claimed.discard(room)
             outbox = self._rooms.pop(room, None)
             if outbox is None or not outbox.bound:
-                self._let_go[room] = self._clock()
-                self._let_go.move_to_end(room)
+                self._remember(room, self._clock())
             if outbox is None:
                 return
             for destination in outbox.destinations.values():
