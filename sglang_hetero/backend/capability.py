@@ -58,6 +58,8 @@ def ask(address: str) -> PrefillServer | None:
         return None
     try:
         info = PrefillServerInfo(**reply.json())
+        if min(info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size) < 1:
+            raise ValueError("a parallel size is below 1")
     except (ValueError, TypeError) as error:
         raise TransferRefused(
             f"the bootstrap server at {address} describes its ranks in an unknown way: {error}"

@@ -27,7 +27,7 @@ class SenderMixin:
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, **others: Any) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, **others)  # type: ignore[call-arg]
         if mgr.hetero_prefill is not None:
-            mgr.hetero_prefill.claim(bootstrap_room)
+            mgr.hetero_prefill.claim(bootstrap_room, self)
 
     @property
     def supports_host_tensor_indices(self) -> bool:
@@ -35,7 +35,8 @@ class SenderMixin:
         manager = self.kv_mgr
         return bool(manager.hetero_cuda and not manager.hetero_owns(self.bootstrap_room))
 
-    def poll(self) -> Any:
+    def _poll_with_status(self, check_status: Any) -> Any:
+        """Behind SGLang's poll() and, with pipeline stages, poll_pp_consensus()."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager = self.kv_mgr
@@ -46,7 +47,7 @@ class SenderMixin:
                 if not manager.hetero_prefill.may_free(self.bootstrap_room):
                     return KVPoll.Transferring
                 manager.hetero_fail(self.bootstrap_room, reason)
-        return super().poll()  # type: ignore[misc]
+        return super()._poll_with_status(check_status)  # type: ignore[misc]
 
     def clear(self) -> None:
         super().clear()  # type: ignore[misc]
@@ -73,6 +74,8 @@ class ReceiverMixin:
     prefill_dp_rank: int
     _hetero: bool = False
     """Whether the request takes our path."""
+    _opened: bool = False
+    """Whether decode's side holds it for us; another request may have the same room."""
     _source_set: SourceSet | None = None
     _aux_index: int | None = None
 
@@ -125,6 +128,7 @@ class ReceiverMixin:
             self.kv_mgr.hetero_decode.open(
                 self.bootstrap_room, self._source_set, np.asarray(kv_indices, dtype=np.int64), slot
             )
+            self._opened = True
         except HeteroError as error:
             self._give_up(str(error))
 
@@ -132,13 +136,17 @@ class ReceiverMixin:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         status = super().poll()  # type: ignore[misc]
-        side = self.kv_mgr.hetero_decode
-        if not self._hetero or side is None or not side.holds(self.bootstrap_room):
+        if not self._opened:
             return status
-        if status == KVPoll.Failed:
-            side.fail(self.bootstrap_room, self.kv_mgr.hetero_reason(self.bootstrap_room))
-        if self.conclude_state is None:
-            self._advance()
+        try:
+            if status == KVPoll.Failed:
+                self.kv_mgr.hetero_decode.fail(self.bootstrap_room, self.kv_mgr.hetero_reason(self.bootstrap_room))
+            if self.conclude_state is None:
+                self._advance()
+        except Exception as error:
+            # SGLang's scheduler serves other requests, and would end with the exception.
+            logger.exception("room %d", self.bootstrap_room)
+            self._fail(f"{type(error).__name__}: {error}")
         return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
 
     def _advance(self) -> None:
@@ -169,12 +177,10 @@ class ReceiverMixin:
 
     def abort(self) -> None:
         reason = "the client gave the request up (decode)"
-        side = self.kv_mgr.hetero_decode
-        if self._hetero and side is not None:
-            if side.holds(self.bootstrap_room):
-                side.fail(self.bootstrap_room, reason)
-            elif self.conclude_state is None:
-                self._tell_all(reason)
+        if self._opened:
+            self.kv_mgr.hetero_decode.fail(self.bootstrap_room, reason)
+        elif self._hetero and self.conclude_state is None:
+            self._tell_all(reason)
         super().abort()  # type: ignore[misc]
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -184,7 +190,8 @@ class ReceiverMixin:
 
     def _settle(self) -> None:
         """Nothing of ours touches the request's pages after this; SGLang frees them next."""
-        if self._hetero and self.kv_mgr.hetero_decode is not None:
+        if self._opened:
+            self._opened = False
             self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
 
     def _give_up(self, reason: str) -> None:

@@ -50,8 +50,15 @@ def staging(rank: Rank, options: Options, server_args: Any) -> torch.Tensor:
         least = arena_bytes(unit, options.window, 1, 1)
         requests = min(rank.requests, DEFAULT_REQUESTS)
         total = options.staging_bytes or arena_bytes(unit, options.window, 1, requests)
+        total = -(-total // ARENA_ALIGN) * ARENA_ALIGN
     free, memory = _memory(rank.device)
-    check_budget(total, free, least=least, memory=memory, fraction=getattr(server_args, "mem_fraction_static", None))
+    check_budget(
+        total + ARENA_ALIGN,
+        free,
+        least=least,
+        memory=memory,
+        fraction=getattr(server_args, "mem_fraction_static", None),
+    )
     logger.info(
         "%s: staging of %d MiB, units of %d KiB, %d per request%s",
         rank.name,
@@ -150,7 +157,10 @@ def decode_side(
             options.window_seconds(bootstrap_timeout()),
             options.stall_seconds(waiting_timeout()),
         ),
-        forward=ForwardLane(rank.device, getattr(rank.scheduler, "forward_stream", None)),
+        # Without the overlap schedule forward passes run on the scheduler's own stream, the current one.
+        forward=ForwardLane(
+            rank.device, rank.scheduler.forward_stream if getattr(rank.scheduler, "enable_overlap", False) else None
+        ),
         identity=Identity(endpoint, identity),
         **links,
     )

@@ -216,8 +216,8 @@ class ManagerMixin:
             metadata = self.hetero_rank.metadata
             try:
                 row = read_row(metadata, aux_index)
-            except HeteroError as error:
-                side.fail(bootstrap_room, str(error))
+            except Exception as error:
+                side.fail(bootstrap_room, f"{self.hetero_rank.name}: {type(error).__name__}: {error}")
                 return
             length = first_page * self.hetero_rank.here.page_size + tokens
             first = FirstToken(int(metadata.output_ids[aux_index][0]), row, length)
@@ -272,12 +272,30 @@ class ManagerMixin:
 
         self.update_status(room, KVPoll.Success)  # type: ignore[attr-defined]
 
+    def forgotten(self, room: int) -> None:
+        """Decode had bound it, and nobody has asked prefill for it."""
+        self.request_status.pop(room, None)  # type: ignore[attr-defined]
+
     def failed(self, room: int, reason: str) -> None:
         """It will not arrive. The sender asks for the reason, also one that is made later (SenderMixin.poll)."""
 
     def _publish_peer_registration(self, session: str, registration: Any) -> str | None:
         """A decode rank that takes SGLang's own path has registered: refuse it where that would be wrong."""
         found: str | None = super()._publish_peer_registration(session, registration)  # type: ignore[misc]
+        try:
+            decision = self._hetero_judge(registration)
+        except Exception as error:
+            # SGLang's thread for control messages would end with the exception.
+            logger.exception("%s: a decode rank's registration", self.hetero_rank.name)
+            decision = Decision(Path.REFUSED, f"its registration cannot be read: {type(error).__name__}: {error}")
+        if decision.path is not Path.REFUSED:
+            return found
+        with self.session_lock:  # type: ignore[attr-defined]
+            self.state_layout_rejections[session] = decision.reason  # type: ignore[attr-defined]
+        return decision.reason
+
+    def _hetero_judge(self, registration: Any) -> Decision:
+        """Whether SGLang's own path serves this decode rank right."""
         peer = Registration(
             f"decode at {registration.endpoint}",
             registration.dst_attn_tp_size,
@@ -289,12 +307,7 @@ class ManagerMixin:
         )
         # What takes SGLang's path was decided by decode, which knows our mode.
         mode = Mode.AUTO if self.hetero_mode is Mode.ALWAYS else self.hetero_mode
-        decision = decide(mode, self.hetero_rank.here, peer, capable=False)
-        if decision.path is not Path.REFUSED:
-            return found
-        with self.session_lock:  # type: ignore[attr-defined]
-            self.state_layout_rejections[session] = decision.reason  # type: ignore[attr-defined]
-        return decision.reason
+        return decide(mode, self.hetero_rank.here, peer, capable=False)
 
     # Decode.
 
@@ -313,13 +326,23 @@ class ManagerMixin:
             decision = self._hetero_decide(server)
         except HeteroError as error:
             decision = Decision(Path.REFUSED, str(error))
+        except Exception as error:
+            logger.exception("prefill at %s", bootstrap_addr)
+            decision = Decision(Path.REFUSED, f"prefill at {bootstrap_addr}: {type(error).__name__}: {error}")
         if decision is None:
             return False
         logger.info("%s: %s", bootstrap_addr, decision.reason)
         self._hetero_peers.decide(bootstrap_addr, decision, capable=server.capable)
-        if decision.path is Path.UPSTREAM:
-            return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         info = server.info
+        if decision.path is Path.UPSTREAM:
+            try:
+                return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
+            except Exception as error:
+                # SGLang refuses pairs by exceptions that would end its own scheduler.
+                reason = f"{self.hetero_rank.name} and prefill at {bootstrap_addr}: {type(error).__name__}: {error}"
+                logger.warning("%s", reason)
+                refusal = Decision(Path.REFUSED, reason)
+                self._hetero_peers.decide(bootstrap_addr, refusal, capable=server.capable)
         info.target_tp_rank, info.target_tp_ranks = 0, list(range(info.attn_tp_size))
         info.target_cp_ranks, info.target_pp_ranks = [0], list(range(info.pp_size))
         info.required_dst_info_num = info.required_prefill_response_num = 1

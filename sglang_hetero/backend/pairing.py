@@ -245,7 +245,7 @@ def _unlike(wanted: Sequence[int], found: Sequence[int], stages: int) -> tuple[i
     With pipeline stages this side has some of the other's buffers, and only their sizes can be looked for.
     """
     if stages == 1:
-        return next(((mine, other) for mine, other in zip(wanted, found, strict=True) if mine != other), None)
+        return next(((mine, other) for mine, other in zip(wanted, found, strict=False) if mine != other), None)
     sizes = sorted(set(found))
     return next(((mine, " or ".join(map(str, sizes))) for mine in wanted if mine not in sizes), None)
 
@@ -265,7 +265,8 @@ def _state_fault(here: Here, peer: Registration) -> str | None:
             "it takes the window for the channels, or the models differ"
         )
     # A slot is cut along one axis. What else is in it is whole: the rows of a conv window with room for drafts.
-    dims = here.state_dims or (1,) * len(here.state_item_lens)
+    known = len(here.state_dims) == len(here.state_item_lens)
+    dims = here.state_dims if known else (1,) * len(here.state_item_lens)
     wanted = [
         _at(peer.tp, length, here) if dim else length for length, dim in zip(here.state_item_lens, dims, strict=True)
     ]

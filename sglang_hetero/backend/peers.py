@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOPOLOGY_SECONDS = 2.0
+TOPOLOGY_SECONDS = 0.5
 """How long the scheduler's thread waits for a control service; SGLang asks again if that is not enough."""
 ASK_SECONDS = 1.0
 """Between a prefill rank's looks whether its server's bootstrap server is there."""

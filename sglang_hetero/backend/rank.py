@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from sglang_hetero.transfer.memory import memory_of
 from .conv_axis import conv_of
 from .pairing import Conv, Here
 from .support import reasons, sglang_reader
+
+logger = logging.getLogger(__name__)
 
 _building: list[Any] = []
 """The queue whose manager is being constructed: SGLang hands the manager addresses only, not the pools."""
@@ -80,7 +83,12 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
     except HeteroError as error:
         manifest = memory = None
         unsupported.append(f"{error}")
-    device = next(iter(memory.values())).device if memory else torch.device("cpu")
+    except Exception as error:
+        # A pool of a kind that nobody has thought of must not stop a server that takes SGLang's own path.
+        logger.exception("this rank's caches cannot be described")
+        manifest = memory = None
+        unsupported.append(f"its caches cannot be described: {type(error).__name__}: {error}")
+    device = torch.device(queue.token_to_kv_pool.device)
     return Rank(
         side,
         queue.scheduler,

@@ -76,6 +76,8 @@ RANK: tuple[Symbol, ...] = (
     Symbol(COMMON, "CommonKVSender.__init__", "mgr bootstrap_addr bootstrap_room"),
     Symbol(COMMON, "CommonKVSender.init", "num_kv_indices aux_index"),
     Symbol(COMMON, "CommonKVSender.poll"),
+    Symbol(COMMON, "CommonKVSender.poll_pp_consensus"),
+    Symbol(COMMON, "CommonKVSender._poll_with_status", "check_status"),
     Symbol(COMMON, "CommonKVSender.clear"),
     Symbol(COMMON, "CommonKVSender.failure_exception"),
     Symbol(COMMON, "CommonKVSender.abort"),

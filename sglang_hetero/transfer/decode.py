@@ -11,7 +11,7 @@ import logging
 import numpy as np
 import torch
 
-from sglang_hetero.errors import HeteroError, ProtocolError
+from sglang_hetero.errors import HeteroError, ProtocolError, StagingError, TransferRefused
 
 from . import messages
 from .inbox import Inbox
@@ -20,6 +20,7 @@ from .outbox import Ids
 from .pieces import Coverage, Piece
 from .reception import Outgoing, Progress, Reception
 from .sources import SourceSet, source_set
+from .staging import STAGING_OPTION
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class DecodeSide(Reception):
 
     def join(self, address: str, topology: messages.Topology) -> SourceSet:
         """What this rank would take from a prefill replica. Raises HeteroError if the two do not go together."""
-        return source_set(
+        found = source_set(
             address,
             topology,
             self.manifest,
@@ -47,6 +48,13 @@ class DecodeSide(Reception):
             unit_bytes=self.settings.unit_bytes,
             units=self.settings.window,
         )
+        need = self.settings.window * len(found.stages)
+        if need > self._units.units:
+            raise StagingError(
+                f"{self.manifest.label}: a request from {len(found.stages)} pipeline stages of prefill at {address} "
+                f"needs {need} units of staging, there are {self._units.units}; raise {STAGING_OPTION}"
+            )
+        return found
 
     # SGLang's scheduler.
 
@@ -61,6 +69,8 @@ class DecodeSide(Reception):
         now = self._clock()
         device = self._arena.device
         with self._lock:
+            if room in self._current:
+                raise TransferRefused(f"{self.manifest.label} has another request with room {room} under way")
             self._epoch += 1
             inbox = Inbox(
                 room,
@@ -204,11 +214,12 @@ class DecodeSide(Reception):
                 key = (stage, said.seq, message.reads)
                 inbox.digests.setdefault(key, {})[message.source] = message.digests[number]
             if message.reads:
-                continue
+                continue  # nothing was written
             piece = Piece(said.role, said.layer, said.first_page, said.pages, said.tokens)
             sharers = program.sharers(piece, len(inbox.pages))
             outgoing += self._carry_out(inbox, inbox.machine.ready(message.source, said.seq, piece, sharers))
         if message.total >= 0:
+            inbox.places[message.source] = message.place
             outgoing += self._carry_out(inbox, inbox.machine.total(message.source, message.total))
         return outgoing
 

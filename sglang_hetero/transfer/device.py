@@ -35,16 +35,19 @@ class Lane:
             return
         if self._stream is None:
             self._stream = self._module.Stream(device=self._device)
-        with self._module.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        try:
+            with self._module.stream(self._stream):
+                yield
+        finally:
+            # Also after an error: what was enqueued before it still copies.
+            self._stream.synchronize()
 
 
 class ForwardLane:
     """The stream of the model's forward passes; what is enqueued here runs between two of them."""
 
     def __init__(self, device: torch.device, stream: Any = None) -> None:
-        """stream: SGLang's forward stream; None for the current one, which it is without the overlap schedule."""
+        """stream: the one that forward passes run on; None for the current one."""
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = stream
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,9 @@ class Events(Protocol):
     def succeeded(self, room: int) -> None:
         """Every decode rank has everything: pages and slot may be freed."""
 
+    def forgotten(self, room: int) -> None:
+        """Nobody has asked prefill for it: what is kept of it may go. Called with the lock held."""
+
     def failed(self, room: int, reason: str) -> None:
         """It will not arrive; no new write of it begins."""
 
@@ -100,7 +104,7 @@ class Dispatch:
         self._rooms: dict[int, Outbox] = {}
         # Also those of requests that have ended here but still have a write in flight. By incarnation, room and epoch.
         self._destinations: dict[tuple[str, int, int], Destination] = {}
-        self._claimed: set[int] = set()
+        self._claimed: dict[int, Callable[[], object | None]] = {}
         self._let_go: OrderedDict[int, float] = OrderedDict()  # rooms that ended before decode had bound them, and when
         self._epochs = Epochs(keep=MAX_ROOMS)
         self._replaced: OrderedDict[str, None] = OrderedDict()  # decode processes whose place another one has taken
@@ -109,11 +113,16 @@ class Dispatch:
 
     # For SGLang's scheduler.
 
-    def claim(self, room: int) -> None:
-        """SGLang has a sender for the request, which will `release` it."""
+    def claim(self, room: int, owner: object | None = None) -> None:
+        """SGLang has a sender for the request, which will `release` it. owner: the sender; the claim ends with it."""
         with self._lock:
-            self._claimed.add(room)
+            self._sweep()
+            self._claimed[room] = (lambda: True) if owner is None else weakref.ref(owner)
             self._let_go.pop(room, None)
+
+    def _is_claimed(self, room: int) -> bool:
+        claim = self._claimed.get(room)
+        return claim is not None and claim() is not None
 
     def _remember(self, room: int | None, now: float) -> None:
         """Add to the rooms that ended before they were bound; the old ones are forgotten. The lock is held."""
@@ -126,17 +135,25 @@ class Dispatch:
             self._let_go.popitem(last=False)
 
     def _sweep(self) -> None:
-        """Drop what ended long ago and no sender has come for: the client has reached decode only. Lock is held."""
+        """Drop what no sender has come for in a long time, ended or not: the client has reached decode only.
+
+        The lock is held.
+        """
         now = self._clock()
         self._remember(None, now)
         stale = [
             room
             for room, outbox in self._rooms.items()
-            if outbox.ended and room not in self._claimed and now - outbox.progress > UNCLAIMED_SECONDS
+            if not self._is_claimed(room)
+            and now - outbox.progress > (UNCLAIMED_SECONDS if outbox.ended else self._stall_seconds)
         ]
         for room in stale:
-            del self._rooms[room]
-            logger.info("%s: room %d ended and was never asked for here", self.manifest.label, room)
+            outbox = self._rooms.pop(room)
+            self._claimed.pop(room, None)
+            for destination in outbox.destinations.values():
+                destination.sending.abort("prefill was never asked for it")
+            self._events.forgotten(room)
+            logger.info("%s: room %d is forgotten: prefill has no request for it", self.manifest.label, room)
 
     def fail(self, room: int, reason: str, only: Destination | None = None) -> None:
         """End a request on this side: no write of it begins any more, and every decode rank is told why.
@@ -213,7 +230,7 @@ class Dispatch:
         """SGLang is done with the request; what is still on its way is cut off first."""
         self.fail(room, "the request ended on the prefill side")
         with self._lock:
-            self._claimed.discard(room)
+            self._claimed.pop(room, None)
             outbox = self._rooms.pop(room, None)
             if outbox is None or not outbox.bound:
                 self._remember(room, self._clock())
@@ -298,7 +315,8 @@ class Dispatch:
             total = messages.Ready().total
             if destination.owes_total and destination.sending.total is not None:
                 total, destination.total_told = destination.sending.total, True
-        if total >= 0 and destination.verify and destination.program.pulls:
+        reads = total >= 0 and destination.program.pulls
+        if reads and destination.verify:
             self._tell_reads(destination, source)
         self.counters.add("writes")
         self.counters.add("descriptors", written.descriptors)
@@ -312,6 +330,7 @@ class Dispatch:
             pieces=written.pieces,
             total=total,
             digests=written.digests,
+            place=messages.place_of(source.pages, source.slot) if reads else "",
         )
         return "" if told else f"could not reach {destination.peer.label}"
 

@@ -75,8 +75,22 @@ class Inbox:
     """Pieces of `batch` that have been read and not been merged."""
     digests: dict[tuple[int, int, bool], dict[int, bytes]] = field(default_factory=dict)
     """In verification mode, per stage and seq, and whether decode reads it, what the sharers say that they have."""
+    places: dict[int, str] = field(default_factory=dict)
+    """In mode pull, digests of where each source says that it keeps the request."""
     fault: str = ""
     """Why the request must not succeed although all has arrived."""
+
+    def elsewhere(self) -> str:
+        """Which source keeps the request elsewhere than the first token's message says, or an empty text."""
+        assert self.first is not None
+        told = messages.place_of(self.first.page_ids, self.first.slot)
+        for number, place in sorted(self.places.items()):
+            if place != told:
+                label = self.source_set.sources[number].label
+                return (
+                    f"{label} keeps the request in other pages or another slot than the rank that told the first token"
+                )
+        return ""
 
     def totals(self, message: messages.FirstGeneration) -> dict[int, int]:
         """Pieces per stage that prefill must have sent, from what its scheduler says of the chunks.

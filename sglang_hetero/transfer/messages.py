@@ -6,6 +6,7 @@ types and ranges again. What depends on anything but the message itself (is this
 arena that was registered, may this peer say so now) is for the reader to check.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Annotated, NamedTuple
@@ -180,7 +181,8 @@ class Ready(BaseMessage, frozen=True, kw_only=True):
     """Pieces that source `source` has written, ascending.
 
     total: pieces of the stage's whole sequence, -1 while not known. digests: none, or one per piece. reads: nothing was
-    written: these are digests of what decode will read itself.
+    written: these are digests of what decode will read itself. place: with the total, `place_of` the request at the
+    source, if decode will read there.
     """
 
     source: Rank = 0
@@ -188,6 +190,7 @@ class Ready(BaseMessage, frozen=True, kw_only=True):
     total: Total = -1
     digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_PIECES)] = ()
     reads: bool = False
+    place: NameOrNone = ""
 
     def check(self) -> None:
         for seq, role, _, first_page, pages, tokens in self.pieces:
@@ -391,6 +394,13 @@ def pack_ids(ids: Iterable[int] | np.ndarray) -> bytes:
     if numbers.ndim != 1 or (len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < 1 << 31):
         raise MessageError(f"{shorten(numbers.tolist())} is no row of page ids")
     return numbers.astype(PAGE_ID).tobytes()
+
+
+def place_of(pages: np.ndarray, slot: int) -> str:
+    """Digest of where a request lies in a rank's pools: page ids and linear-state slot."""
+    return hashlib.blake2b(
+        np.asarray(pages, dtype=PAGE_ID).tobytes() + slot.to_bytes(8, "little", signed=True), digest_size=16
+    ).hexdigest()
 
 
 def printable(text: str, size: int = MAX_REASON) -> str:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sglang_hetero.errors import ProtocolError
 from sglang_hetero.layout.component import Role
-from sglang_hetero.layout.manifest import Manifest
+from sglang_hetero.layout.manifest import Coordinates, Manifest
 from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
@@ -47,6 +47,11 @@ class Peer:
     @property
     def label(self) -> str:
         return self.manifest.label
+
+    @property
+    def place(self) -> tuple[str, Coordinates]:
+        """Server and rank: a process at the same place has taken this one's."""
+        return self.manifest.host, self.manifest.coordinates
 
     def program(self, stage: int, pages_per_piece: Mapping[Role, int], mode: StateMode) -> StageProgram:
         """The sequence of one stage for this destination; the plan must have been made."""

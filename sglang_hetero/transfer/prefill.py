@@ -96,7 +96,7 @@ class PrefillSide(Dispatch):
                 return
             peer.mover = Mover(manifest.label, self._turn)
             self._peers[message.incarnation] = peer
-            gone = [old for old in self._peers.values() if old.endpoint == peer.endpoint and old is not peer]
+            gone = [old for old in self._peers.values() if old is not peer and old.place == peer.place]
         logger.info("%s: %s registered, session %s", self.manifest.label, peer.label, peer.session)
         for old in gone:
             self._forget(old)
@@ -128,11 +128,16 @@ class PrefillSide(Dispatch):
         with self._lock:
             if message.incarnation in self._replaced:
                 raise ProtocolError(f"room {message.room} is bound by a process that another one has replaced")
-            if self._epochs.late(*key):
-                return
             peer = self._peers.get(message.incarnation)
+            late = peer is not None and self._epochs.late(*key)
+            unknown = key not in self._destinations
             outbox = self._rooms.get(message.room)
             again = outbox is not None and message.rank in outbox.destinations
+        if peer is not None and late:
+            # Its Abort has overtaken it, and could not be answered if that overtook the registration, too.
+            if unknown:
+                self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            return
         if again and peer is not None:
             self.fail(message.room, f"{peer.label} bound the request again")
         with self._lock:
@@ -165,7 +170,7 @@ class PrefillSide(Dispatch):
         outbox = self._rooms.get(message.room)
         if outbox is None or (not outbox.ended and message.rank not in outbox.destinations):
             return False
-        if not outbox.destinations and message.room not in self._claimed:
+        if not outbox.destinations and not self._is_claimed(message.room):
             del self._rooms[message.room]
             return False
         return True
@@ -239,6 +244,7 @@ class PrefillSide(Dispatch):
         key = (message.incarnation, message.room, message.epoch)
         reason = message.reason or "a decode rank gave the request up"
         with self._lock:
+            self._sweep()
             self._parked.pop(key, None)
             self._early.pop(key, None)
             peer = self._peers.get(message.incarnation)

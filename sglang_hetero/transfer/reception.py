@@ -124,6 +124,9 @@ class Reception:
                     outgoing += self._to(inbox, sources, messages.Ack, stage=stage, upto=upto)
                 case lifetime.Pull():
                     inbox.to_read = pieces_to_read(inbox)
+                    elsewhere = inbox.elsewhere()
+                    if elsewhere:
+                        outgoing += self._fail(inbox, elsewhere)
                     outgoing += self._read_on(inbox)
                 case lifetime.Complete():
                     outgoing += self._complete(inbox)
@@ -289,15 +292,13 @@ class Reception:
                 for arrived in batch:
                     merge(self._arena, inbox.source_set.assembler, inbox, arrived)
                 problem = self._verified(inbox, batch)
-            done = self._forward.done()
         except Exception as error:
             logger.exception("room %d: merge of linear state failed", inbox.room)
             problem = f"merge of linear state failed: {type(error).__name__}: {error}"
+        done = self._forward.done()  # also of what was enqueued before an error
         with self._lock:
-            if not problem:
-                inbox.state_enqueued.extend((done, arrived) for arrived in batch)
-                return
-            outgoing = self._merged(inbox, batch, problem)
+            inbox.state_enqueued.extend((done, arrived) for arrived in batch)
+            outgoing = self._fail(inbox, problem) if problem else []
         self._send(outgoing)
 
     def _finish_state(self, inbox: Inbox) -> Outgoing:

@@ -81,6 +81,9 @@ class Events:
     def succeeded(self, room: int) -> None:
         self.log.append(("succeeded", room))
 
+    def forgotten(self, room: int) -> None:
+        self.log.append(("forgotten", room))
+
     def failed(self, room: int, reason: str) -> None:
         self.log.append(("failed", room))
         self.reasons[room] = reason
