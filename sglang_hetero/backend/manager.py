@@ -33,7 +33,7 @@ from .options import Mode, read
 from .pairing import Decision, Path, Registration, Route, decide, same_layouts
 from .peers import Peers
 from .rank import Rank, current_rank
-from .support import route_reasons
+from .support import refuse_start, route_reasons, sglang_reader
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class ManagerMixin:
         if self._hetero_able:
             self._hetero_memory = make.staging(self.hetero_rank, self.hetero_options, server_args)
         elif self.hetero_mode is not Mode.OFF:
+            refuse_start(self.hetero_side, sglang_reader())
             logger.warning(
                 "%s takes SGLang's own path only: %s", self.hetero_rank.name, self.hetero_rank.here.unsupported
             )
@@ -129,7 +130,7 @@ class ManagerMixin:
     # Messages.
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], list[bytes] | None]:
-        """SGLang's threads get what is theirs; ours is taken out before. Nothing that arrives may end such a thread."""
+        """SGLang's threads get what is theirs; ours is taken out before, and never ends such a thread."""
         receive: Callable[[], list[bytes] | None] = super()._make_worker_recv(socket, timeout_ms)  # type: ignore[misc]
 
         def receive_theirs() -> list[bytes] | None:

@@ -144,7 +144,7 @@ OPTIONS: tuple[Option, ...] = (
         _one_of(StateMode),
         "prepush",
         Reader.DECODE,
-        "how the linear state comes: written layer by layer, written after the last chunk, or read by decode",
+        "how the linear state comes: written with the last chunk (push; prepush, which will send it layer by layer in a later version, is the same today), or read by decode (pull)",
     ),
     Option(
         "SGLANG_HETERO_PARALLEL_SHARD_PULL",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from sglang_hetero.errors import TransferRefused
 from sglang_hetero.layout.manifest import Side
 
 
@@ -57,6 +58,7 @@ _CP = "Prefill context parallelism"
 _SHARDING = "KV cache sharding"
 _LATE = "Allocation of decode memory after prefill (prefill_complete)"
 _EARLY = "early"
+_RUST = "SGLang's Rust server"
 
 
 def _is(value: object) -> Callable[[object], bool]:
@@ -155,7 +157,7 @@ FEATURES: tuple[Feature, ...] = (
         "start without SGLANG_DISAGG_STAGING_BUFFER",
     ),
     Feature(
-        "SGLang's Rust server",
+        _RUST,
         _PREFILL,
         Source.ENV,
         "SGLANG_RUST_SERVER",
@@ -188,6 +190,13 @@ def reasons(side: Side, read: Read) -> tuple[str, ...]:
     """Why our path cannot serve this server, one line each; empty if it can."""
     found = ((feature, read(feature.source, feature.setting)) for feature in FEATURES if side in feature.sides)
     return tuple(feature.reason() for feature, value in found if not feature.supported(value))
+
+
+def refuse_start(side: Side, read: Read) -> None:
+    """Raise TransferRefused for a server that decode would take for one without this package, and not be told why."""
+    rust = next(feature for feature in FEATURES if feature.name == _RUST)
+    if side in rust.sides and not rust.supported(read(rust.source, rust.setting)):
+        raise TransferRefused(f"{rust.reason()}, or with SGLANG_HETERO=off")
 
 
 _ROUTE: dict[str, Callable[[PrefillInfo], object]] = {

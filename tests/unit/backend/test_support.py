@@ -6,6 +6,7 @@ import pytest
 
 from sglang_hetero.backend import support
 from sglang_hetero.backend.support import FEATURES, reasons, route_reasons
+from sglang_hetero.errors import TransferRefused
 from sglang_hetero.layout import Side
 
 FINE = {
@@ -74,3 +75,18 @@ def test_what_decode_sees_of_a_prefill_server(field, value, word):
     setattr(info, field, value)
     (line,) = route_reasons(info)
     assert word in line
+
+
+@pytest.mark.parametrize(
+    ("side", "rust", "stops"), [(Side.PREFILL, True, True), (Side.PREFILL, False, False), (Side.DECODE, True, False)]
+)
+def test_a_rust_server_is_stopped_at_start_on_prefill(side, rust, stops):
+    def read(_source, setting):
+        assert setting == "SGLANG_RUST_SERVER"
+        return rust
+
+    if stops:
+        with pytest.raises(TransferRefused, match="without SGLANG_RUST_SERVER, or with SGLANG_HETERO=off"):
+            support.refuse_start(side, read)
+    else:
+        support.refuse_start(side, read)
