@@ -12,6 +12,8 @@ from typing import NoReturn
 # and the detokenizer load their plugins without it, and pay nothing.
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _KERNELS = "sgl_kernel"
+# For our tests: a process that is stock but for what a CPU needs.
+_STOCK = "SGLANG_HETERO_TEST_STOCK"
 
 
 def activate() -> None:
@@ -27,6 +29,8 @@ def activate() -> None:
             close_gaps()
     except Exception as error:
         _stop("the CPU reference platform does not work here", error)
+    if os.environ.get(_STOCK) == "1":
+        return
     try:
         from sglang_hetero.backend.hooks import install
         from sglang_hetero.backend.options import read

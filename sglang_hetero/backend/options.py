@@ -28,6 +28,7 @@ ELSEWHERE = {
     "SGLANG_HETERO_CPU_CONV_LAYOUT": "docs/cpu.md",
     "SGLANG_HETERO_CACHE": "docs/models.md",
     "SGLANG_HETERO_TORCH_INDEX": "docs/setup.md",
+    "SGLANG_HETERO_TEST_STOCK": "tests/harness/product.py",
     "SGLANG_HETERO_TEST_LOGS": "tests/serving/conftest.py",
 }
 """Variables with our prefix that are no option of the transfer, and where they are described."""
@@ -144,7 +145,8 @@ OPTIONS: tuple[Option, ...] = (
         _one_of(StateMode),
         "prepush",
         Reader.DECODE,
-        "how the linear state comes: written with the last chunk (push; prepush, which will send it layer by layer in a later version, is the same today), or read by decode (pull)",
+        "how the linear state comes: written with the last chunk (push; prepush, which will send it layer by layer in "
+        "a later version, is the same today), or read by decode (pull)",
     ),
     Option(
         "SGLANG_HETERO_PARALLEL_SHARD_PULL",

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from . import Geometry, Handoff, Leftovers, Pair, Result
 
 OFF = {"SGLANG_HETERO": "off"}
-"""Stock SGLang."""
+"""Our package, switched off: SGLang's own path, with the conv axis repaired."""
+STOCK = {"SGLANG_HETERO_TEST_STOCK": "1"}
+"""SGLang without our package, but for what its CPU path needs."""
 ALWAYS = {"SGLANG_HETERO": "always"}
 PUSH = {"SGLANG_HETERO_STATE": "push"}
 PULL = {"SGLANG_HETERO_STATE": "pull"}
