@@ -7,7 +7,7 @@ import pytest
 from . import Harness
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def harness() -> Iterator[Harness]:
     with Harness() as running:
         yield running
