@@ -105,8 +105,16 @@ class Pair:
                 self.bootstraps.append(zygote.spawn("bootstrap", environment))
                 side = Side("prefill", backend, port, shuffle_seed=next(seeds))
                 self.prefills.append(self._group(geometry, tp, side, environment))
-            for server, rank in itertools.product(servers, range(decode_dp)):
-                side = Side("decode", backend, bootstrap_ports[0], next(seeds), dp_size=decode_dp, dp_rank=rank)
+            for (number, server), rank in itertools.product(enumerate(servers, 1), range(decode_dp)):
+                side = Side(
+                    "decode",
+                    backend,
+                    bootstrap_ports[0],
+                    next(seeds),
+                    dp_size=decode_dp,
+                    dp_rank=rank,
+                    http_port=number,
+                )
                 environment = _environment(decode_geometry, server)
                 self.decodes.append(self._group(decode_geometry, decode_tp, side, environment))
             self._build()

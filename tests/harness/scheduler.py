@@ -13,10 +13,6 @@ from .geometry import Geometry
 from .pools import Pools
 from .sides import LOOPBACK, Shard, Side
 
-HTTP_PORT = 1
-"""Port of a prefill's HTTP server in SGLang's topology row; nothing in the harness listens there."""
-
-
 TOPOLOGY_SECONDS = 10.0
 """How long a decode rank asks the bootstrap server for a topology that all prefill ranks have registered in."""
 TOPOLOGY_RETRY_SECONDS = 0.02
@@ -49,7 +45,7 @@ def publish(shard: Shard, side: Side) -> Any:
         attn_dp_size=side.dp_size,
         page_size=geometry.page_size,
         host=LOOPBACK,
-        port=HTTP_PORT,
+        port=side.http_port,
         disaggregation_mode=side.mode,
         disaggregation_transfer_backend=side.backend,
         disaggregation_bootstrap_port=side.bootstrap_port,

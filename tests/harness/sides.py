@@ -31,6 +31,8 @@ class Side:
     dp_size: int = 1
     """Attention-DP ranks of the side; each holds requests of its own."""
     dp_rank: int = 0
+    http_port: int = 1
+    """Of the side's HTTP server, by which its ranks are known; nothing listens there."""
 
 
 @dataclass(frozen=True)
