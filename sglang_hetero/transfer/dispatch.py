@@ -94,6 +94,7 @@ class Dispatch:
         self.manifest = manifest
         self.counters = counters or Counters()
         self._writer = Writer(engine, memory, packs, lane)
+        self._busy_waits = engine.busy_waits
         self._post, self._control, self._events = post, control, events
         self._stall_seconds, self._clock = stall_seconds, clock
         self._lock = threading.RLock()

@@ -7,8 +7,10 @@ or a device: it takes the next one. Requests of one peer take turns, batch by ba
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 from .outbox import Destination
@@ -16,6 +18,9 @@ from .outbox import Destination
 logger = logging.getLogger(__name__)
 
 STOP = None
+NICENESS = 10
+"""Of a thread whose engine spins: the copying that it waits for goes first. Measured on two cores over TCP with 18,592
+tokens: 2.2 times a bulk write and a memcpy without it, 1.6 to 1.9 times with it; 5 and 19 do the same."""
 
 
 class Turn(Protocol):
@@ -27,8 +32,9 @@ class Turn(Protocol):
 class Mover:
     """The thread of one peer."""
 
-    def __init__(self, name: str, turn: Turn) -> None:
-        self._turn = turn
+    def __init__(self, name: str, turn: Turn, *, yields: bool = False) -> None:
+        """yields: give way to other threads of the host."""
+        self._turn, self._yields = turn, yields
         self._runnable: queue.SimpleQueue[Destination | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"hetero-mover {name}", daemon=True)
         self.thread.start()
@@ -42,6 +48,9 @@ class Mover:
         self._runnable.put(STOP)
 
     def _run(self) -> None:
+        if self._yields:
+            with suppress(OSError):  # Linux counts niceness by thread; where it is refused nothing is lost but time
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (destination := self._runnable.get()) is not STOP:
             try:
                 if self._turn(destination):

@@ -94,7 +94,7 @@ class PrefillSide(Dispatch):
                 raise ProtocolError("another process has taken its place")
             if message.incarnation in self._peers:
                 return
-            peer.mover = Mover(manifest.label, self._turn)
+            peer.mover = Mover(manifest.label, self._turn, yields=self._busy_waits)
             self._peers[message.incarnation] = peer
             gone = [old for old in self._peers.values() if old is not peer and old.place == peer.place]
         logger.info("%s: %s registered, session %s", self.manifest.label, peer.label, peer.session)

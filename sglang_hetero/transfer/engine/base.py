@@ -41,6 +41,10 @@ class Engine(Protocol):
     def session(self) -> str:
         """By which peers address this engine."""
 
+    @property
+    def busy_waits(self) -> bool:
+        """Whether a call occupies a core until the bytes are there, which the host's own copying needs, too."""
+
     def register(self, regions: Sequence[Region]) -> None:
         """Let peers write and read these regions; all in ONE batch. EngineError with the cause and the remedy."""
 

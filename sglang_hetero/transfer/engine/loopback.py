@@ -244,6 +244,10 @@ class LoopbackEngine:
     def read(self, session: str, local: npt.ArrayLike, remote: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         self._transfer(Operation.READ, session, check_batch(local, remote, sizes))
 
+    @property
+    def busy_waits(self) -> bool:
+        return False
+
     def peer_gone(self, session: str) -> bool:
         return not self._fabric.has(session)
 

@@ -9,13 +9,14 @@ repetition could succeed, its memory be used for something else, and then stragg
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .base import EngineError
 from .native import Code, Limits, NativeEngine
 
-TCP = Limits(descriptors=256, outstanding=1024)
+TCP = Limits(descriptors=256, outstanding=1024, busy_waits=True)
 """Mooncake keeps 1,024 descriptors of a peer in a queue and 1,024 more in a waiting room whose guests are failed after
 1 s; the next one is rejected. Measured: 2,060 pass, 3,000 are rejected, and after a rejection EVERY later call to that
 peer fails (watched for 60 s). So all threads together stay within the queue. Within it the size of a call matters
@@ -81,7 +82,7 @@ def limits_for(environ: Mapping[str, str], *, rdma_devices: Path = RDMA_DEVICES)
         )
     queued = environ.get(QUEUE_OPTION, "")
     outstanding = min(TCP.outstanding, int(queued)) if queued.isdecimal() and int(queued) else TCP.outstanding
-    return Limits(min(TCP.descriptors, outstanding), outstanding)
+    return replace(TCP, descriptors=min(TCP.descriptors, outstanding), outstanding=outstanding)
 
 
 def refuses_connections(session: str) -> bool:

@@ -18,10 +18,14 @@ NativeTransfer = Callable[[str, list[int], list[int], list[int]], int]
 
 @dataclass(frozen=True)
 class Limits:
-    """descriptors: of one native call. outstanding: of all calls to one peer that are under way together."""
+    """descriptors: of one native call. outstanding: of all calls to one peer that are under way together.
+
+    busy_waits: a call spins while this host's processors move its bytes.
+    """
 
     descriptors: int
     outstanding: int
+    busy_waits: bool = False
 
 
 class NativeEngine(ABC):
@@ -45,6 +49,10 @@ class NativeEngine(ABC):
     @property
     def session(self) -> str:
         return self._session
+
+    @property
+    def busy_waits(self) -> bool:
+        return self._limits.busy_waits
 
     def register(self, regions: Sequence[Region]) -> None:
         self._refuse_closed()
