@@ -23,6 +23,8 @@ class SenderMixin:
     kv_mgr: Any
     bootstrap_room: int
     conclude_state: Any
+    hetero_unseen: bool = False
+    """Whether a chunk of the request was computed without being followed: then the later ones are not either."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, **others: Any) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, **others)  # type: ignore[call-arg]
@@ -76,6 +78,8 @@ class ReceiverMixin:
     """Whether the request takes our path."""
     _opened: bool = False
     """Whether decode's side holds it for us; another request may have the same room."""
+    _measured: bool = False
+    """Whether the room's figures are this request's, and have not ended."""
     _source_set: SourceSet | None = None
     _aux_index: int | None = None
 
@@ -86,6 +90,8 @@ class ReceiverMixin:
             self._give_up(reason)
             return
         self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr)
+        if self._hetero:
+            self._measured = self.kv_mgr.hetero_perf.created(self.bootstrap_room)
         super().init(prefill_dp_rank)  # type: ignore[misc]
 
     def _setup_bootstrap_infos(self) -> None:
@@ -128,7 +134,7 @@ class ReceiverMixin:
             self.kv_mgr.hetero_decode.open(
                 self.bootstrap_room, self._source_set, np.asarray(kv_indices, dtype=np.int64), slot
             )
-            self._opened = True
+            self._opened = self._measured = True
         except HeteroError as error:
             self._give_up(str(error))
 
@@ -169,10 +175,12 @@ class ReceiverMixin:
 
     def clear(self) -> None:
         self._settle()
+        self._conclude()
         super().clear()  # type: ignore[misc]
 
     def failure_exception(self) -> None:
         self._settle()
+        self._end_figures()
         super().failure_exception()  # type: ignore[misc]
 
     def abort(self) -> None:
@@ -193,6 +201,22 @@ class ReceiverMixin:
         if self._opened:
             self._opened = False
             self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
+
+    def _conclude(self) -> None:
+        """SGLang lets go of the request: after Success it has committed it, and decode's queue gets it next."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if self._measured and self.conclude_state == KVPoll.Success:
+            self._measured = False
+            self.kv_mgr.hetero_perf.enqueued(self.bootstrap_room)
+        self._end_figures()
+
+    def _end_figures(self) -> None:
+        """The request has failed, unless its figures have ended already."""
+        if self._measured:
+            self._measured = False
+            reason = self.kv_mgr.hetero_reason(self.bootstrap_room)
+            self.kv_mgr.hetero_perf.received_end(self.bootstrap_room, reason)
 
     def _give_up(self, reason: str) -> None:
         """Fail the request before prefill has been told where it goes, and tell prefill, which waits for that."""

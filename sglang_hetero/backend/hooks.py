@@ -10,17 +10,22 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.perf.spans import prepare
 
-from . import conv_axis, selfcheck
+from . import conv_axis, layerwise, selfcheck, steps
 from .classes import BACKENDS, hetero_class
 from .options import Mode, Options
 from .rank import building
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 """Loaded in the processes that have caches; the others need the class of the bootstrap server only."""
+
+RESULTS = f"{selfcheck.RESULTS}.SchedulerBatchResultProcessor"
+"""Where the tokens of a step are taken to their requests."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +52,46 @@ def _init_kv_manager(original: Callable[..., Any], queue: Any) -> Any:
         return original(queue)
 
 
-def hooks(mode: Mode) -> tuple[Hook, ...]:
-    """All of them. With mode off our classes only refuse what SGLang's path would get wrong."""
-    return (
-        Hook("sglang.srt.disaggregation.utils.get_kv_class", _kv_class(mode), scheduler=False),
+def hooks(options: Options) -> tuple[Hook, ...]:
+    """All of them. With mode off our classes only refuse what SGLang's path would get wrong.
+
+    The pool of the target model is watched as an object (layerwise.py), so it is not in this table.
+    """
+    found: tuple[Hook, ...] = (
+        Hook("sglang.srt.disaggregation.utils.get_kv_class", _kv_class(options.mode), scheduler=False),
         Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", _init_kv_manager, True),
         Hook("sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager", _init_kv_manager, True),
+    )
+    if options.mode is Mode.OFF:
+        return found
+    found += (
+        Hook(f"{RESULTS}.process_batch_result_decode", steps.around_decode_result, True),
+        Hook(f"{RESULTS}.process_batch_result_prebuilt", steps.around_prebuilt_result, True),
+    )
+    if not options.layerwise:
+        return found
+    return (
+        *found,
+        Hook("sglang.srt.managers.scheduler.Scheduler.run_batch", layerwise.around_run_batch, True),
+        Hook(
+            "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.forward_extend",
+            layerwise.around_linear_extend,
+            True,
+        ),
     )
 
 
 def install(options: Options) -> None:
     """Put in what this process needs. Raises UpstreamChanged if SGLang is not the one this release was made for."""
+    if options.trace is not None:
+        prepare(Path(options.trace))
     in_scheduler = SCHEDULER in sys.modules
     selfcheck.require(selfcheck.BOOTSTRAP + (selfcheck.RANK if in_scheduler else ()))
     if in_scheduler:
         conv_axis.repair()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    wanted = [hook for hook in hooks(options.mode) if in_scheduler or not hook.scheduler]
+    wanted = [hook for hook in hooks(options) if in_scheduler or not hook.scheduler]
     for hook in wanted:
         HookRegistry.register(hook.target, hook.around, HookType.AROUND)
     HookRegistry.apply_hooks()

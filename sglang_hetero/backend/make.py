@@ -20,6 +20,7 @@ from sglang_hetero.transfer.reception import Identity, Settings
 from sglang_hetero.transfer.staging import ARENA_ALIGN, arena_bytes, check_budget
 from sglang_hetero.transfer.writer import PackBuffers
 
+from .layerwise import Layerwise
 from .options import Options
 from .rank import Rank
 
@@ -134,6 +135,18 @@ def prefill_side(rank: Rank, options: Options, engine: Engine, memory: torch.Ten
         lane=Lane(rank.device),
         **links,
     )
+
+
+def layerwise(rank: Rank, options: Options, side: PrefillSide) -> Layerwise | None:
+    """What follows the forward passes of a prefill rank; None where they are not to be, or cannot be, followed."""
+    manifest = rank.manifest
+    assert manifest is not None
+    if not options.layerwise:
+        return None
+    if manifest.coordinates.pp_size > 1:
+        logger.info("%s: with pipeline stages everything is sent at the end of each chunk", rank.name)
+        return None
+    return Layerwise(rank.scheduler, side, rank.pool, rank.device)
 
 
 def decode_side(

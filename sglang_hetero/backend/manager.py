@@ -28,11 +28,13 @@ from sglang_hetero.transfer.sources import SourceSet
 
 from . import capability, make
 from .first_token import read_row
+from .layerwise import Layerwise
 from .metrics import observer
 from .options import Mode, read
 from .pairing import Decision, Path, Registration, Route, decide, same_layouts
 from .peers import Peers
 from .rank import Rank, current_rank
+from .steps import perf_of
 from .support import refuse_start, route_reasons, sglang_reader
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class ManagerMixin:
     hetero_rank: Rank
     hetero_prefill: PrefillSide | None = None
     hetero_decode: DecodeSide | None = None
+    hetero_layerwise: Layerwise | None = None
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False, **others: Any
@@ -54,6 +57,7 @@ class ManagerMixin:
         self.hetero_rank = current_rank(self.hetero_side, args)
         self.hetero_cuda = self.hetero_rank.device.type == "cuda"
         self.hetero_counts = Counters(observer(self.hetero_side))
+        self.hetero_perf = perf_of(self.hetero_side, self.hetero_rank.name, self.hetero_options)
         self._hetero_state_types = list(args.state_types)
         self._hetero_engine: Engine | None = None
         self._hetero_peers = Peers()
@@ -108,6 +112,7 @@ class ManagerMixin:
                 counters=self.hetero_counts,
                 stall_seconds=self.hetero_options.stall_seconds(make.waiting_timeout()),
             )
+            self.hetero_layerwise = make.layerwise(self.hetero_rank, self.hetero_options, self.hetero_prefill)
         elif self.hetero_side is Side.DECODE and self.hetero_decode is None:
             self.hetero_decode = make.decode_side(
                 self.hetero_rank,
@@ -116,6 +121,7 @@ class ManagerMixin:
                 self._hetero_memory,
                 post=self._hetero_post,
                 counters=self.hetero_counts,
+                perf=self.hetero_perf,
                 endpoint=Endpoint(self.local_ip, self.rank_port),  # type: ignore[attr-defined]
             )
 

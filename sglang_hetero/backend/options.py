@@ -56,6 +56,7 @@ class Options:
 
     mode: Mode = Mode.AUTO
     state: StateMode = StateMode.PREPUSH
+    layerwise: bool = True
     parallel_pull: bool = True
     staging_bytes: int | None = None
     unit_bytes: int | None = None
@@ -63,6 +64,7 @@ class Options:
     window_timeout: float | None = None
     stall_timeout: float | None = None
     verify: bool = False
+    trace: str | None = None
 
     def window_seconds(self, bootstrap_timeout: float) -> float:
         """How long a request may wait for units; prefill gives up after `bootstrap_timeout`, and we must come first."""
@@ -113,6 +115,12 @@ def _units(text: str) -> int:
     return _whole(text, MAX_WINDOW)
 
 
+def _folder(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError(text)
+    return text
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and 0 < value <= MAX_SECONDS):
@@ -145,8 +153,17 @@ OPTIONS: tuple[Option, ...] = (
         _one_of(StateMode),
         "prepush",
         Reader.DECODE,
-        "how the linear state comes: written with the last chunk (push; prepush, which will send it layer by layer in "
-        "a later version, is the same today), or read by decode (pull)",
+        "how the linear state comes: written as soon as the last chunk has run through a layer (prepush), at its end "
+        "(push), or read by decode (pull)",
+    ),
+    Option(
+        "SGLANG_HETERO_LAYERWISE",
+        "layerwise",
+        _flag,
+        _FLAG,
+        "1",
+        Reader.PREFILL,
+        "send a layer's caches while the layers behind it compute, or everything at the end of each chunk",
     ),
     Option(
         "SGLANG_HETERO_PARALLEL_SHARD_PULL",
@@ -210,6 +227,15 @@ OPTIONS: tuple[Option, ...] = (
         "0",
         Reader.DECODE,
         "compare digests of what was sent and what arrived; slow, for finding faults",
+    ),
+    Option(
+        "SGLANG_HETERO_TRACE",
+        "trace",
+        _folder,
+        "a folder, made if it is not there",
+        "none",
+        Reader.BOTH,
+        "write what each rank does and when, for `sglang-hetero trace` (docs/perf.md)",
     ),
 )
 

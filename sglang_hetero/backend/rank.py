@@ -44,6 +44,8 @@ class Rank:
 
     side: Side
     scheduler: Any
+    pool: Any
+    """Of the target model's attention KV."""
     metadata: Any
     """SGLang's MetadataBuffers: rows with a request's first token and what belongs to it."""
     requests: int
@@ -92,6 +94,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
     return Rank(
         side,
         queue.scheduler,
+        queue.token_to_kv_pool,
         queue.metadata_buffers,
         queue.req_to_metadata_buffer_idx_allocator.size,
         _here(f"{side} {coordinates} ({host})", queue, kv_args, coordinates, tuple(unsupported)),

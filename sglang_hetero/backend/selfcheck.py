@@ -22,6 +22,8 @@ PREFILL = "sglang.srt.disaggregation.prefill"
 DECODE = "sglang.srt.disaggregation.decode"
 MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
 SCHEDULER = "sglang.srt.managers.scheduler"
+HYBRID_ATTENTION = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 CONTEXT = "sglang.srt.runtime_context"
 
 _MADE_FOR = "this release is made for SGLang 0.5.23; install that version"
@@ -124,8 +126,13 @@ RANK: tuple[Symbol, ...] = (
     Symbol(PREFILL, "SchedulerDisaggregationPrefillMixin.send_kv_chunk", "req last_chunk end_idx"),
     Symbol(DECODE, "DecodePreallocQueue._init_kv_manager"),
     Symbol(DECODE, "DecodeTransferQueue._release_request", "decode_req"),
+    Symbol(DECODE, "DecodeTransferQueue._commit_transfer_to_req", "decode_req"),
+    Symbol(RESULTS, "SchedulerBatchResultProcessor.process_batch_result_decode", "batch result"),
+    Symbol(RESULTS, "SchedulerBatchResultProcessor.process_batch_result_prebuilt", "batch"),
     Symbol(SCHEDULER, "Scheduler.run_batch", "batch"),
+    Symbol(HYBRID_ATTENTION, "HybridLinearAttnBackend.forward_extend", "layer forward_batch"),
     Symbol(MEMORY_POOL, "HybridLinearKVPool.set_kv_buffer", "layer loc_info cache_k cache_v"),
+    Symbol(MEMORY_POOL, "MHATokenToKVPool.set_kv_buffer", "layer loc_info cache_k cache_v"),
     Symbol(MEMORY_POOL, "HybridReqToTokenPool.translate_mamba_indices", "mamba_indices"),
     Symbol(CONTEXT, "get_parallel"),
     Symbol(CONTEXT, "get_disagg"),

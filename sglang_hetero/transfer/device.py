@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Done = Callable[[], bool]
@@ -68,3 +70,26 @@ class ForwardLane:
         event.record(self._stream) if self._stream is not None else event.record()
         query: Done = event.query
         return query
+
+
+class HostCopy:
+    """A few integers on their way from the device to the host; nobody waits for them."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        """values: any integer dtype and shape. The copy is enqueued on the current stream."""
+        self._done: Done = at_once
+        if values.device.type == "cpu":
+            self._host = values.clone()
+            return
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._host.copy_(values, non_blocking=True)
+        self._source = values  # kept until the copy is done
+        self._done = ForwardLane(values.device).done()
+
+    def ready(self) -> bool:
+        """Whether they have arrived."""
+        return self._done()
+
+    def array(self) -> npt.NDArray[np.int64]:
+        """The values, int64, one-dimensional; only when they are ready."""
+        return self._host.reshape(-1).numpy().astype(np.int64)

@@ -15,10 +15,10 @@ from sglang_hetero.layout.manifest import Coordinates, Manifest
 from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
-from .device import Done, at_once
+from .device import Done, HostCopy, at_once
 from .lifetime import Sending, SendingStatus
 from .link import Endpoint
-from .pieces import Piece, SourceSide, StageProgram, StateMode
+from .pieces import COMPLETE, NOTHING, Mark, Piece, SourceSide, StageProgram, StateMode
 
 if TYPE_CHECKING:
     from .mover import Mover
@@ -70,15 +70,57 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Where the source keeps a request, from its start to the end of a chunk that the model computes now.
+
+    ids: of its pages; slot: of its linear state, None but with the last chunk. Both may still be on their way to the
+    host.
+    """
+
+    ids: HostCopy
+    slot: HostCopy | None = None
+
+    def ready(self) -> bool:
+        """Whether they can be read."""
+        return self.ids.ready() and (self.slot is None or self.slot.ready())
+
+
+@dataclass(eq=False)
 class Chunk:
-    """One send_kv_chunk call of SGLang's scheduler: pages count from the start of the request."""
+    """A run of the prompt that the model computes at once: pages count from the start of the request.
+
+    What SGLang's send_kv_chunk says is what holds. A chunk that was begun before is the same one, or the request fails.
+    """
 
     first_page: int
     pages: int
     tokens: int
     last: bool
     ready: Done = at_once
-    """When the source's caches hold it; the scheduler need not wait for that."""
+    """When the source's caches hold all of it, once it was handed over; the scheduler need not wait for that."""
+    handed_over: bool = True
+    """Whether send_kv_chunk was called for it."""
+    reached: Mark = NOTHING
+    """How far the model had come with it when we last looked."""
+    placed: Placed | None = None
+    """Of a chunk that was begun, until the ids have been read."""
+
+    @property
+    def end_page(self) -> int:
+        return self.first_page + self.pages
+
+    @property
+    def shape(self) -> tuple[int, int, int, bool]:
+        return self.first_page, self.pages, self.tokens, self.last
+
+    def look(self) -> Mark:
+        """How far the model has come with it by now."""
+        if self.handed_over and self.reached != COMPLETE and self.ready():
+            self.reached = COMPLETE
+        return self.reached
+
+    def __str__(self) -> str:
+        return f"pages {self.first_page} to {self.end_page - 1} ({self.tokens} tokens{', the last' * self.last})"
 
 
 @dataclass
@@ -104,7 +146,9 @@ class Destination:
     total_told: bool = False
     """Whether the peer knows how many there are."""
     chunks: int = 0
-    """How many of the request's chunks are in `sequence`."""
+    """How many of the request's chunks are in `sequence` as a whole."""
+    entries: int = 0
+    """How many entries of the next one are in it (StageProgram.part)."""
     queued: bool = False
     """Whether the peer's mover has it on its list."""
     aborted: bool = False
@@ -151,26 +195,92 @@ class Outbox:
     @property
     def closed(self) -> bool:
         """Whether the scheduler has handed the last chunk over."""
-        return bool(self.chunks) and self.chunks[-1].last
+        return bool(self.chunks) and self.chunks[-1].last and self.chunks[-1].handed_over
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, as far as it has been computed."""
+        """Of the prompt, as far as it has been computed or is being."""
         return sum(chunk.tokens for chunk in self.chunks)
 
+    def begin(self, end: int, page_size: int, placed: Placed, *, last: bool) -> Chunk | None:
+        """The model computes the prompt up to token `end` now: the chunk that SGLang will hand over, if it will.
+
+        As its send_kv_chunk cuts them: from where the last chunk ended, to the last full page unless it is the last.
+        None: no page is completed, or there is nothing left to compute.
+        """
+        if self.chunks and self.chunks[-1].last:
+            return None
+        first_page = self.chunks[-1].end_page if self.chunks else 0
+        pages = (-(-end // page_size) if last else end // page_size) - first_page
+        if pages < 0 or (not pages and not last):
+            return None
+        tokens = (end if last else (first_page + pages) * page_size) - first_page * page_size
+        chunk = Chunk(first_page, pages, tokens, last, handed_over=False, placed=placed)
+        self.chunks.append(chunk)
+        return chunk
+
+    def reach(self, chunk: Chunk, mark: Mark) -> bool:
+        """The model has come to `mark` with a chunk that was begun; False if it is no chunk of this request.
+
+        Its place must be ready.
+        """
+        if not any(chunk is each for each in self.chunks):
+            return False
+        if chunk.placed is not None:
+            if not chunk.handed_over:
+                self._place(chunk, chunk.placed.ids.array(), chunk.placed.slot)
+            chunk.placed = None
+        chunk.reached = max(chunk.reached, mark)
+        return True
+
+    def _place(self, chunk: Chunk, ids: Ids, slot: HostCopy | None) -> None:
+        if len(ids) != chunk.end_page:
+            raise ProtocolError(f"{chunk}: {len(ids)} pages of the request are known")
+        self.pages = ids
+        if slot is not None:
+            (self.slot,) = slot.array().tolist()
+
+    def hand_over(self, chunk: Chunk, ids: Ids, slot: int) -> None:
+        """SGLang's scheduler says what it has computed. ids: of the chunk's pages. slot: with the last chunk, or -1.
+
+        Raises ProtocolError if the model was seen to compute something else: then something else has been sent.
+        """
+        begun = next((each for each in self.chunks if not each.handed_over), None)
+        if begun is None:
+            self.pages = np.concatenate([self.pages[: chunk.first_page], ids])
+            self.slot = slot if chunk.last else self.slot
+            self.chunks.append(chunk)
+            return
+        if begun.shape != chunk.shape:
+            raise ProtocolError(f"SGLang hands over {chunk}, but has computed {begun}")
+        if begun.placed is None:
+            known = self.pages[chunk.first_page : chunk.end_page], self.slot if chunk.last else slot
+            if not np.array_equal(known[0], ids) or known[1] != slot:
+                raise ProtocolError(f"SGLang hands over {chunk} in other pages or another slot than it has computed")
+        else:
+            # Nothing of it has been sent: its place was not known yet. A later chunk's is that of the whole request.
+            self.pages = np.concatenate([self.pages[: chunk.first_page], ids, self.pages[chunk.end_page :]])
+            self.slot = slot if chunk.last else self.slot
+        begun.ready, begun.handed_over = chunk.ready, True
+
     def extend(self, destination: Destination) -> None:
-        """Bring a destination's sequence up to the chunks that are complete in this rank's memory."""
+        """Bring a destination's sequence up to what the source's caches hold."""
         while destination.chunks < len(self.chunks):
             chunk = self.chunks[destination.chunks]
-            if not chunk.ready():
+            reached = chunk.look()
+            pieces, destination.entries = destination.program.part(
+                *chunk.shape[:3], last=chunk.last, start=destination.entries, upto=reached
+            )
+            if pieces:
+                destination.sequence.extend(pieces)
+                skipped = [index for index, piece in enumerate(pieces) if not destination.side.parts(piece)]
+                destination.sending.produced(len(pieces), skipped)
+            if reached != COMPLETE:
                 return
-            pieces = destination.program.chunk(chunk.first_page, chunk.pages, chunk.tokens, last=chunk.last)
-            destination.sequence.extend(pieces)
-            skipped = [index for index, piece in enumerate(pieces) if not destination.side.parts(piece)]
-            destination.sending.produced(len(pieces), skipped)
             destination.chunks += 1
-            if chunk.last:
-                destination.sending.close()
+            destination.entries = 0
+        if self.closed and destination.sending.total is None:
+            destination.sending.close()
 
 
 def destination_of(message: messages.Bind, peer: Peer, sources: tuple[Manifest, ...], number: int) -> Destination:

@@ -20,7 +20,8 @@ from .dispatch import MAX_PARKED, MAX_REPLACED, Dispatch
 from .lifetime import SendingStatus
 from .link import Endpoint
 from .mover import Mover
-from .outbox import Chunk, Ids, Outbox, Peer, destination_of
+from .outbox import Chunk, Ids, Outbox, Peer, Placed, destination_of
+from .pieces import Mark
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +281,37 @@ class PrefillSide(Dispatch):
         with self._lock:
             return room in self._rooms
 
+    def begin(self, room: int, *, end: int, last: bool, placed: Placed) -> Chunk | None:
+        """The model is about to compute a request's prompt up to token `end`: its pieces may go layer by layer.
+
+        Tell how far it has come with `reached`, when `placed` is ready. None: at the end of the chunk then, as ever.
+        """
+        with self._lock:
+            outbox = self._rooms.get(room)
+            if outbox is None or outbox.ended or not outbox.bound:
+                return None
+            outbox.progress = self._clock()
+            return outbox.begin(end, self.manifest.page_size, placed, last=last)
+
+    def reached(self, room: int, chunk: Chunk, mark: Mark) -> None:
+        """The model has come so far with a chunk that was begun: what is before may be sent."""
+        try:
+            with self._lock:
+                outbox = self._rooms.get(room)
+                if outbox is None or outbox.ended or not outbox.reach(chunk, mark):
+                    return
+                outbox.progress = self._clock()
+        except HeteroError as error:
+            self.fail(room, f"{self.manifest.label}: {error}")
+            return
+        self._advance(outbox)
+
+    def follows(self, room: int) -> bool:
+        """Whether a request's chunks may be begun: every decode rank has said where it goes."""
+        with self._lock:
+            outbox = self._rooms.get(room)
+            return outbox is not None and outbox.bound and not outbox.ended
+
     def send(
         self,
         room: int,
@@ -294,7 +326,7 @@ class PrefillSide(Dispatch):
     ) -> None:
         """A chunk of the prompt has been computed, or enqueued: then `ready` tells when it is complete.
 
-        What is wrong with it fails the request.
+        What has not gone before goes now. What is wrong with it fails the request.
 
         pages: ids in this rank's pool that the chunk completes, from position `first_page` of the request on. tokens:
         how many of its tokens lie in them. slot: of the linear state, with the last chunk. first: with the last chunk
@@ -304,10 +336,16 @@ class PrefillSide(Dispatch):
             outbox = self._rooms.get(room)
             if outbox is None or outbox.ended or outbox.closed:
                 return
-            outbox.pages = np.concatenate([outbox.pages[:first_page], np.asarray(pages, dtype=np.int64)])
-            outbox.slot = slot if last else outbox.slot
-            outbox.chunks.append(Chunk(first_page, len(pages), tokens, last, ready))
+            chunk = Chunk(first_page, len(pages), tokens, last, ready)
             outbox.progress = self._clock()
+            try:
+                outbox.hand_over(chunk, np.asarray(pages, dtype=np.int64), slot)
+                problem = ""
+            except HeteroError as error:
+                problem = f"{self.manifest.label}: {error}"
+        if problem:
+            self.fail(room, problem)
+            return
         self._advance(outbox)
         if first is None:
             return
@@ -326,7 +364,7 @@ class PrefillSide(Dispatch):
             tokens=first.tokens,
             slot=outbox.slot,
             pages=messages.pack_ids(outbox.pages),
-            chunks=tuple(chunk.first_page + chunk.pages for chunk in outbox.chunks),
+            chunks=tuple(chunk.end_page for chunk in outbox.chunks),
             aux=first.aux,
         )
 

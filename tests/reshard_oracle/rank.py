@@ -1,7 +1,7 @@
 """One rank's caches as bytes at made-up addresses, written by plain numpy, and the manifest that describes them."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,12 +155,22 @@ class Rank:
         )
 
     def write(
-        self, seed: int, pages: Sequence[int], slot: int, tokens: int, skip: frozenset[Role] = frozenset()
+        self,
+        seed: int,
+        pages: Sequence[int],
+        slot: int,
+        tokens: int,
+        *,
+        skip: frozenset[Role] = frozenset(),
+        only: Callable[[Role, int], bool] = lambda role, layer: True,
     ) -> None:
-        """Put a request where it belongs: what a prefill rank has computed, or what a decode rank must end up with."""
+        """Put a request where it belongs: what a prefill rank has computed, or what a decode rank must end up with.
+
+        only: says of a role and a layer whether they are written.
+        """
         tp, rank, page_size = self.coordinates.tp_size, self.coordinates.tp_rank, self.shape.page_size
         for (role, layer), buffer in self.buffers.items():
-            if role in skip:
+            if role in skip or not only(role, layer):
                 continue
             live = live_shard(buffer.tensor, seed, layer, tokens, tp=tp, rank=rank)
             if buffer.tensor.item is Item.SLOT:

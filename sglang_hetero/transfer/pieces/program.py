@@ -3,6 +3,7 @@
 Both sides build it from the same plan and the same pages per piece, so that a number alone names a piece.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 
@@ -11,6 +12,7 @@ from sglang_hetero.layout.component import Item, Role
 from sglang_hetero.reshard.plan import Plan
 
 from .piece import Entry, Piece, SourceSide
+from .progress import COMPLETE, Group, Mark
 
 _ORDER = {role: number for number, role in enumerate(Role)}
 """Of the entries of one layer: as Role lists them, with linear state in the place of conv."""
@@ -22,7 +24,7 @@ class StateMode(StrEnum):
     PREPUSH = "prepush"
     """Prefill writes each layer's state as soon as its last chunk has run through the layer."""
     PUSH = "push"
-    """The same pieces in the same order, at the end of the last chunk."""
+    """The same pieces at the end of the last chunk, behind its attention KV."""
     PULL = "pull"
     """Decode reads it when the first token is known."""
 
@@ -63,11 +65,12 @@ class StageProgram:
         for number in self.sources:
             for entry in SourceSide(plan, number).entries:
                 sharers.setdefault(entry, []).append(number)
-        ordered = sorted(sharers, key=_place)
+        ordered = sorted(sharers, key=lambda entry: (_mark(entry, mode), _ORDER[entry[0] or Role.CONV]))
         self._sharers = {entry: frozenset(sharers[entry]) for entry in ordered}
         left_out = {role if role.draft else None for role, _ in pulled(plan)} if mode is StateMode.PULL else set()
         self._pushed = [entry for entry in ordered if entry[0] not in left_out]
         self._pulled = [entry for entry in ordered if entry[0] in left_out]
+        self._marks = [_mark(entry, mode) for entry in self._pushed]
         self._pages: dict[Role, int] = {}
         for role in dict.fromkeys(role for role, _ in ordered if role is not None):
             self._pages[role] = pages_per_piece.get(role, 0)
@@ -85,14 +88,25 @@ class StageProgram:
         tokens: in use in them; only the last page of the request's last chunk may be partly filled. pages: may be 0.
         Layer by layer, keys before values; linear state with the last chunk; draft roles behind all others.
         """
+        found, _ = self.part(first_page, pages, tokens, last=last, start=0, upto=COMPLETE)
+        return found
+
+    def part(
+        self, first_page: int, pages: int, tokens: int, *, last: bool, start: int, upto: Mark
+    ) -> tuple[tuple[Piece, ...], int]:
+        """What `upto` adds to the first `start` entries of a chunk, and how many entries that makes.
+
+        An entry is one role of one layer, or its linear state; the parts of a chunk, in order, are the chunk.
+        """
         self._check_run(first_page, pages, tokens, partly=last)
+        end = max(start, bisect_right(self._marks, upto))
         found: list[Piece] = []
-        for role, layer in self._pushed:
+        for role, layer in self._pushed[start:end]:
             if role is not None:
                 found += self._runs(role, layer, first_page, pages, tokens)
             elif last:
                 found.append(Piece(None, layer))
-        return tuple(found)
+        return tuple(found), end
 
     def whole(self, chunk_ends: Sequence[int], tokens: int) -> tuple[Piece, ...]:
         """The sequence of a whole request: what FirstGeneration's chunks say must have been sent.
@@ -180,6 +194,9 @@ class StageProgram:
             )
 
 
-def _place(entry: Entry) -> tuple[bool, int, int]:
+def _mark(entry: Entry, mode: StateMode) -> Mark:
+    """When an entry is there: the place of its caches in a forward pass, and with it that in the sequence."""
     role, layer = entry
-    return role is not None and role.draft, layer, _ORDER[role or Role.CONV]
+    if role is not None and role.draft:
+        return Mark(Group.DRAFT, layer)
+    return Mark(Group.STATE if role is None and mode is StateMode.PUSH else Group.TARGET, layer)

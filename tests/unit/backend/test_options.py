@@ -20,6 +20,8 @@ ALLOWED = [
     ("SGLANG_HETERO_WINDOW_TIMEOUT", "0.5", "window_timeout", 0.5),
     ("SGLANG_HETERO_STALL_TIMEOUT", "30", "stall_timeout", 30.0),
     ("SGLANG_HETERO_VERIFY", "1", "verify", True),
+    ("SGLANG_HETERO_LAYERWISE", "0", "layerwise", False),
+    ("SGLANG_HETERO_TRACE", "out/trace", "trace", "out/trace"),
 ]
 
 REFUSED = [
@@ -27,11 +29,13 @@ REFUSED = [
     ("SGLANG_HETERO_STATE", ["", "PUSH", "none"]),
     ("SGLANG_HETERO_PARALLEL_SHARD_PULL", ["", "2", "true", "01"]),
     ("SGLANG_HETERO_VERIFY", ["", "yes"]),
+    ("SGLANG_HETERO_LAYERWISE", ["", "2", "off"]),
     ("SGLANG_HETERO_STAGING_MB", ["", "0", "-1", "1.5", "1e3", "64MB", " 64", "1_0", "\u0664", "1048577"]),
     ("SGLANG_HETERO_UNIT_KB", ["0", "x", "1073741825"]),
     ("SGLANG_HETERO_WINDOW", ["0", "1025"]),
     ("SGLANG_HETERO_WINDOW_TIMEOUT", ["", "0", "-1", "nan", "inf", "86401", "5s"]),
     ("SGLANG_HETERO_STALL_TIMEOUT", ["0", "-inf"]),
+    ("SGLANG_HETERO_TRACE", ["", " ", "a\0b"]),
 ]
 
 

@@ -11,7 +11,18 @@ from sglang_hetero.layout.axes import Segment, Sharding
 from sglang_hetero.layout.geometry import HeadAttention, LatentAttention, LinearAttention, ModelGeometry
 from sglang_hetero.layout.synthetic import PoolOptions, manifest
 from sglang_hetero.reshard import plan
-from sglang_hetero.transfer.pieces import Piece, SourceSide, StageProgram, StateMode, pulled
+from sglang_hetero.transfer.pieces import (
+    COMPLETE,
+    NOTHING,
+    Mark,
+    Piece,
+    SourceSide,
+    StageProgram,
+    StateMode,
+    layer_done,
+    pulled,
+)
+from sglang_hetero.transfer.pieces.progress import Group
 
 OPTIONS = PoolOptions(page_size=4, pages=20, slots=2)
 STATE = LinearAttention(tuple(Segment(name, 4, 3, Sharding.DIVIDED) for name in "qkv"), 4, 4, 2, 2)
@@ -84,9 +95,17 @@ def test_latent_roles_and_models_without_state():
 
 
 def test_modes():
-    """Push and prepush differ in time only. Pull leaves out state and draft, which decode then reads."""
+    """Push has the state behind attention. Pull leaves out state and draft, which decode then reads."""
     sequence = program().whole([3, 5], 17)
-    assert program(mode=StateMode.PUSH).whole([3, 5], 17) == sequence
+    pushed = program(mode=StateMode.PUSH).whole([3, 5], 17)
+    assert sorted(map(str, pushed)) == sorted(map(str, sequence))
+    assert [piece.entry for piece in pushed[-5:]] == [
+        (VALUE, 3),
+        (None, 0),
+        (None, 2),
+        (DRAFT_KEY, 0),
+        (DRAFT_VALUE, 0),
+    ]
     pull = program(mode=StateMode.PULL)
     left = tuple(piece for piece in sequence if piece.role in (KEY, VALUE))
     assert pull.whole([3, 5], 17) == left
@@ -100,6 +119,49 @@ def test_modes():
     for piece in pull.reads(17):
         with pytest.raises(ProtocolError, match="reads it itself"):
             pull.sharers(piece, 5)
+
+
+MARKS = [
+    layer_done(0),
+    layer_done(1),
+    layer_done(2),
+    layer_done(3),
+    Mark(Group.STATE, 0),
+    Mark(Group.DRAFT, 0),
+    COMPLETE,
+]
+
+
+@pytest.mark.parametrize("mode", StateMode)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("geometry", [HYBRID, PARALLEL])
+def test_the_parts_of_a_chunk_are_the_chunk(geometry, last, mode):
+    """However a forward pass is noticed, in every selection of its marks, backwards ones among them."""
+    of = program(geometry, mode=mode)
+    whole = of.chunk(3, 2, 8, last=last)
+    for chosen in range(1 << len(MARKS)):
+        marks = [mark for number, mark in enumerate(MARKS) if chosen >> number & 1]
+        marks = [*marks, *marks[:1], COMPLETE, COMPLETE]
+        found, start = [], 0
+        for mark in marks:
+            pieces, start = of.part(3, 2, 8, last=last, start=start, upto=mark)
+            found += pieces
+        assert tuple(found) == whole
+
+
+def test_a_part_has_nothing_that_was_not_reached():
+    def after(mark, *, mode=StateMode.PREPUSH, last=True):
+        pieces, _ = program(mode=mode).part(0, 2, 8, last=last, start=0, upto=mark)
+        return [piece.entry for piece in pieces]
+
+    assert after(NOTHING) == []
+    assert after(layer_done(0)) == [(None, 0)]
+    assert after(layer_done(0), last=False) == after(layer_done(0), mode=StateMode.PUSH) == []
+    assert after(layer_done(1)) == [(None, 0), (KEY, 1), (VALUE, 1)]
+    assert after(layer_done(2), last=False) == [(KEY, 1), (VALUE, 1)]
+    assert after(layer_done(9)) == [(None, 0), (KEY, 1), (VALUE, 1), (None, 2), (KEY, 3), (VALUE, 3)]
+    assert after(layer_done(9), mode=StateMode.PUSH) == [(KEY, 1), (VALUE, 1), (KEY, 3), (VALUE, 3)]
+    assert after(COMPLETE)[-2:] == [(DRAFT_KEY, 0), (DRAFT_VALUE, 0)]
 
 
 def test_what_is_pulled():

@@ -165,9 +165,18 @@ class World:
     # What the schedulers do.
 
     def request(
-        self, room: int, tokens: int, *cuts: int, seed: int = 0, gate: Callable[[], bool] | None = None
+        self,
+        room: int,
+        tokens: int,
+        *cuts: int,
+        seed: int = 0,
+        gate: Callable[[], bool] | None = None,
+        computed: bool = True,
     ) -> Request:
-        """Pages and slots everywhere, the prompt's caches at prefill. cuts: pages after each chunk but the last."""
+        """Pages and slots everywhere, the prompt's caches at prefill. cuts: pages after each chunk but the last.
+
+        computed: whether prefill's caches hold the prompt; otherwise they are somebody else's yet.
+        """
         pages = -(-tokens // self.shapes[0].page_size)
         source = self._place(0, pages)
         places = [self._place(1, pages)] * len(self.decode)
@@ -175,7 +184,7 @@ class World:
         if gate is not None:
             made.gate = gate
         for node in self.prefill:
-            for rank in (node.rank, node.twin):
+            for rank in (node.rank, node.twin)[not computed :]:
                 rank.write(made.seed, source.pages, source.slot, tokens)
         self.requests[room] = made
         return made
@@ -203,23 +212,27 @@ class World:
 
     def send_chunk(self, request: Request, **changes: object) -> None:
         """Prefill's schedulers hand the next chunk over."""
-        page_size, number = self.shapes[0].page_size, request.sent
+        for node in self.prefill:
+            self.send_chunk_of(node, request, request.sent, **changes)
+        request.sent += 1
+
+    def send_chunk_of(self, node: PrefillNode, request: Request, number: int, **changes: object) -> None:
+        """One scheduler hands a chunk over."""
+        page_size = self.shapes[0].page_size
         begin, end = ((0, *request.ends)[number], request.ends[number])
         last = number == len(request.ends) - 1
-        for node in self.prefill:
-            place = node.rank.coordinates
-            speaks = last and place.tp_rank == 0 and place.pp_rank == place.pp_size - 1
-            fields: dict[str, object] = {
-                "first_page": begin,
-                "pages": np.array(request.source.pages[begin:end]),
-                "tokens": min(request.tokens, end * page_size) - begin * page_size,
-                "last": last,
-                "slot": request.source.slot if last else -1,
-                "first": FirstToken(7000 + request.seed, (b"row",), request.tokens) if speaks else None,
-                "ready": request.gate,
-            }
-            node.side.send(request.room, **{**fields, **changes})  # type: ignore[arg-type]
-        request.sent += 1
+        place = node.rank.coordinates
+        speaks = last and place.tp_rank == 0 and place.pp_rank == place.pp_size - 1
+        fields: dict[str, object] = {
+            "first_page": begin,
+            "pages": np.array(request.source.pages[begin:end]),
+            "tokens": min(request.tokens, end * page_size) - begin * page_size,
+            "last": last,
+            "slot": request.source.slot if last else -1,
+            "first": FirstToken(7000 + request.seed, (b"row",), request.tokens) if speaks else None,
+            "ready": request.gate,
+        }
+        node.side.send(request.room, **{**fields, **changes})  # type: ignore[arg-type]
 
     def step(self, *, send: bool = True) -> None:
         """Once around: messages, prefill's polls and chunks, decode's polls."""

@@ -1,0 +1,94 @@
+"""Forward passes of one request, each prefill rank at its own pace: layers are written, told, and handed over."""
+
+import random
+
+import torch
+
+from sglang_hetero.layout.component import Role
+from sglang_hetero.transfer.device import HostCopy
+from sglang_hetero.transfer.outbox import Chunk, Placed
+from sglang_hetero.transfer.pieces import COMPLETE, Mark, layer_done
+
+from .nodes import PrefillNode
+from .parts import Request
+from .world import World
+
+WRONG = 1 << 20
+"""Added to the seed of what a chunk that is not the last leaves in the linear state."""
+
+
+class Pass:
+    """The forward passes of a request at one rank. `step` goes on by one layer, draft run or send_kv_chunk.
+
+    late: passes by which send_kv_chunk comes behind its own, as with SGLang's overlap schedule (1). tail: tokens of the
+    next page that every chunk but the last computes as well.
+    """
+
+    def __init__(self, world: World, node: PrefillNode, request: Request, *, late: int = 0, tail: int = 0) -> None:
+        self.world, self.node, self.request, self.late, self.tail = world, node, request, late, tail
+        model_layers = {layer for role, layer in node.rank.buffers if not role.draft}
+        self.layers = sorted(model_layers)
+        self.steps = self._steps()
+        self.ended = False
+        self.told: set[Mark] = set()
+
+    def step(self) -> None:
+        """Go on, if there is anything left."""
+        self.ended = next(self.steps, None) is None
+
+    def _steps(self):
+        count = len(self.request.ends)
+        for number in range(count):
+            chunk = self._begin(number)
+            for layer in self.layers:
+                self._write(number, lambda role, at, layer=layer: not role.draft and at <= layer)
+                yield self._tell(chunk, layer_done(layer))
+            self._write(number, lambda role, at: True)
+            yield self._tell(chunk, COMPLETE)
+            if number >= self.late:
+                yield self._send(number - self.late)
+        for number in range(max(0, count - self.late), count):
+            yield self._send(number)
+
+    def _tokens(self, number: int) -> int:
+        """Computed by the end of a pass."""
+        request, page = self.request, self.world.shapes[0].page_size
+        last = number == len(request.ends) - 1
+        return request.tokens if last else min(request.ends[number] * page + self.tail, request.tokens - 1)
+
+    def _begin(self, number: int) -> Chunk | None:
+        request, page = self.request, self.world.shapes[0].page_size
+        end, last = self._tokens(number), number == len(request.ends) - 1
+        pages = -(-end // page) if last else end // page
+        ids = HostCopy(torch.tensor(request.source.pages[:pages]))
+        slot = HostCopy(torch.tensor(request.source.slot)) if last else None
+        return self.node.side.begin(request.room, end=end, last=last, placed=Placed(ids, slot))
+
+    def _write(self, number: int, there) -> None:
+        """What the pass has left in the caches so far; the state of a chunk that is not the last is an earlier one."""
+        request, last = self.request, number == len(self.request.ends) - 1
+        page = self.world.shapes[0].page_size
+        pages = request.source.pages[: -(-self._tokens(number) // page)]
+        place = (pages, request.source.slot, self._tokens(number))
+        paged = lambda role: role not in {Role.CONV, Role.SSM}  # noqa: E731
+        self.node.rank.write(request.seed, *place, only=lambda role, at: paged(role) and there(role, at))
+        seed = request.seed + (0 if last else WRONG)
+        self.node.rank.write(seed, *place, only=lambda role, at: not paged(role) and there(role, at))
+
+    def _tell(self, chunk: Chunk | None, mark: Mark) -> Mark:
+        if chunk is not None:
+            self.node.side.reached(self.request.room, chunk, mark)
+        return mark
+
+    def _send(self, number: int) -> int:
+        # The last step of the last chunk's send: what follows on decode needs the caches, which hold everything now.
+        self.world.send_chunk_of(self.node, self.request, number)
+        return number
+
+
+def run(world: World, passes: list[Pass], chance: random.Random, *, polls: bool = True) -> None:
+    """Every rank goes on at random until all have ended; messages and decode's polls between."""
+    while left := [one for one in passes if not one.ended]:
+        chance.choice(left).step()
+        if polls and chance.random() < 0.5:
+            world.step(send=False)
