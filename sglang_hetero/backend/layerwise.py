@@ -76,6 +76,9 @@ class Forward:
             for sender, *_ in self.waiting:
                 sender.hetero_unseen = True
         elif self.begun:
+            if self.owner.end_lane.immediate:
+                for each in self.begun:
+                    self.owner.side.computed(each.room, last=each.chunk.last)
             self.owner.follower.put(Note(self.begun, COMPLETE, self.owner.end_lane.done()))
 
 
@@ -84,13 +87,13 @@ class Layerwise:
 
     def __init__(self, scheduler: Any, side: PrefillSide, target_pool: Any, device: torch.device) -> None:
         self.side = side
-        self.follower = Follower(side.manifest.label, side.reached)
         self._scheduler = scheduler
         # Inside a forward pass its stream is the current one; run_batch has left it when it returns.
         self.lane = ForwardLane(device)
         self.end_lane = ForwardLane(
             device, scheduler.forward_stream if getattr(scheduler, "enable_overlap", False) else None
         )
+        self.follower = Follower(side.manifest.label, side, tells_end=not self.lane.immediate)
         attention, state = (
             {layer for part in side.manifest.components if part.item is item for layer in part.layers}
             for item in (Item.PAGE, Item.SLOT)

@@ -53,6 +53,11 @@ class ForwardLane:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = stream
 
+    @property
+    def immediate(self) -> bool:
+        """Whether work is complete when its call returns."""
+        return self._module is None
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Copies that are enqueued inside go between the forward passes."""

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from .device import Done
 from .outbox import Chunk
-from .pieces import Mark
+from .pieces import COMPLETE, Mark
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,20 @@ class Note:
         )  # the side clears `placed` on this thread only
 
 
-class Reached(Protocol):
-    """What is told of each request."""
+class Side(Protocol):
+    """What is told of each request: how far it has come, and, for the figures, that its pass is over."""
 
-    def __call__(self, room: int, chunk: Chunk, mark: Mark) -> None: ...
+    def reached(self, room: int, chunk: Chunk, mark: Mark) -> None: ...
+
+    def computed(self, room: int, *, last: bool) -> None: ...
 
 
 class Follower:
     """The thread of one prefill rank."""
 
-    def __init__(self, name: str, reached: Reached) -> None:
-        self._reached = reached
+    def __init__(self, name: str, side: Side, *, tells_end: bool) -> None:
+        """tells_end: whether a pass is over when its last note is due; otherwise somebody else tells."""
+        self._side, self._tells_end = side, tells_end
         self._notes: queue.SimpleQueue[Note | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._next: Note | None = None
@@ -80,7 +83,9 @@ class Follower:
                         return
                 note = self._latest(note)
                 for each in note.begun:
-                    self._reached(each.room, each.chunk, note.mark)
+                    if self._tells_end and note.mark == COMPLETE:
+                        self._side.computed(each.room, last=each.chunk.last)
+                    self._side.reached(each.room, each.chunk, note.mark)
             except BaseException:
                 # What is not told here goes at the end of the chunk.
                 logger.exception("a forward pass could not be followed")

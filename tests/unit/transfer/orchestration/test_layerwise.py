@@ -13,6 +13,7 @@ from sglang_hetero.transfer.outbox import Placed
 from sglang_hetero.transfer.pieces import COMPLETE, StateMode, layer_done
 
 from .models import FOUR, MLA, PLAIN, SIX, TWO
+from .network import of_kind
 from .passes import Pass, run
 from .world import World
 
@@ -243,4 +244,50 @@ def test_a_failed_place_fails_the_request():
         assert "3 pages of the request are known" in side.failure(1)
         world.until(lambda: world.failed(request), send=False)
         world.end(request)
+        world.check()
+
+
+def test_a_chunk_of_the_rooms_last_use_is_told_late():
+    """Its pages are somebody else's: the request that has the room now keeps its own."""
+    with World(FOUR, (2, 1)) as world:
+        old, chunks = started(world)
+        by_decode(world, old)
+        world.until(lambda: world.failed(old), send=False)
+        world.end(old)
+        request, new = started(world)
+        for node, ours, theirs in zip(world.prefill, new, chunks, strict=True):
+            node.side.reached(1, ours, layer_done(0))
+            node.side.reached(1, theirs, COMPLETE)
+        world.rounds(5, send=False)
+        assert all(entries(world, node) == {(None, 0)} for node in world.prefill)
+        for node, ours in zip(world.prefill, new, strict=True):
+            node.side.reached(1, ours, COMPLETE)
+        world.serve(request)
+        world.check()
+
+
+def test_all_is_handed_over_before_the_first_chunk_is_told():
+    """The first chunk's place is shorter than what is known by then."""
+    with World(FOUR, (2, 1), window=1) as world:
+        request, chunks = started(world, 16, 1)
+        world.send_chunk(request)
+        world.send_chunk(request)
+        for node, chunk in zip(world.prefill, chunks, strict=True):
+            node.side.reached(1, chunk, layer_done(1))
+        world.serve(request)
+        world.check()
+
+
+def test_a_request_that_not_all_decode_ranks_have_bound_is_not_begun():
+    with World(FOUR, (1, 2)) as world:
+        held = world.network.hold(of_kind(messages.Bind, sender=world.decode[1].name))
+        request = world.start(1, 8)
+        side = world.prefill[0].side
+        world.until(lambda: side.owns(1), send=False)
+        world.rounds(5, send=False)
+        placed = Placed(HostCopy(torch.tensor(request.source.pages)), HostCopy(torch.tensor(request.source.slot)))
+        assert not side.follows(1)
+        assert side.begin(1, end=8, last=True, placed=placed) is None
+        world.network.let_go(held)
+        world.serve(request)
         world.check()
