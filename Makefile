@@ -15,7 +15,7 @@ help:
 	@echo "make test-full"
 	@echo "             all of them, with every pair of TP sizes on real servers (about an hour)"
 	@echo "make unit    the tests that start no server (about 12 minutes)"
-	@echo "make mutants put in some fifty faults one by one; the tests must notice each; ends caught N/N"
+	@echo "make mutants put in some eighty faults one by one; the tests must notice each; ends caught N/N"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s, and the merge"

@@ -6,7 +6,8 @@
 
 Geometry of Qwen3.5-2B, sent by two prefill ranks to one decode rank: 18,688 tokens of KV (K and V of 6 full-attention
 layers and the draft layer), and the conv windows and SSM states of 18 linear layers. GB/s are 1e9 bytes written per
-second. The memcpy is one torch copy_ between two contiguous buffers. Operation and memcpy run in turn, each on buffers
+second. The memcpy is one torch copy_ between two contiguous buffers; beside batches of pieces it copies the same units
+of the same staging arena, one after the other, to contiguous memory. Operation and memcpy run in turn, each on buffers
 of its own that have been touched before, so both find the caches as the other left them, and noise of the machine hits
 both; the ratio is the median over these turns of memcpy seconds / operation seconds.
 """
@@ -25,7 +26,14 @@ from pathlib import Path
 import torch
 
 from sglang_hetero.launcher import flags
-from sglang_hetero.merge import ops
+from sglang_hetero.layout import Coordinates, Item, ModelGeometry, Role, Segment, Sharding, Side
+from sglang_hetero.layout.geometry import HeadAttention, LinearAttention
+from sglang_hetero.layout.synthetic import PoolOptions, manifest
+from sglang_hetero.layout.window import ConvLayout
+from sglang_hetero.merge import Assembler, ops
+from sglang_hetero.merge.batch import Staged
+from sglang_hetero.reshard import plan
+from sglang_hetero.transfer.merger import MAX_BATCH
 
 REPEATS = 15
 SHARDS = 2
@@ -43,18 +51,22 @@ STATE_CASES = [(1, "contiguous"), (8, "contiguous"), (8, "scattered")]
 # A pool has so many times the pages or slots in use, so that scattered ones are apart.
 SPARE = 2
 LAYOUTS = ["channels-first", "window-first"]
+# Staging as a decode rank has it: units of 2 MiB, of which each source has an equal part, 16 of them for a request.
+UNIT_BYTES = 2 << 20
+UNITS = 16
 SEED = 7
 
 
 @dataclass
 class Case:
-    """One row: what runs, on how many pages or slots, and the bytes that it writes."""
+    """One row: what runs, on how many pages or slots, the bytes that it writes; the memcpy, if it is a special one."""
 
     operation: str
     placement: str
     items: int
     bytes: int
     run: Callable[[], None]
+    memcpy: Callable[[], object] | None = None
 
 
 @dataclass
@@ -136,6 +148,92 @@ def ssm_cases() -> Iterator[Case]:
         yield Case("scatter_ssm", placement, n, sum(shard.nbytes for shard in shards), run)
 
 
+def geometry() -> ModelGeometry:
+    """The model's caches; layers of each kind are numbered from 0, which only has to be a layer of one kind each."""
+    attention = KV_ENTRIES // 2 - 1
+    segments = tuple(Segment(name, SSM_HEADS, SEGMENT // SSM_HEADS, Sharding.DIVIDED) for name in "qkv")
+    return ModelGeometry(
+        HeadAttention(KV_HEADS, KV_DIM, KV_DIM),
+        tuple(range(attention)),
+        LinearAttention(segments, WINDOW + 1, SSM_HEADS, SSM_DIM, SSM_DIM),
+        tuple(range(attention, attention + LINEAR_LAYERS)),
+        draft_layers=(0,),
+    )
+
+
+def batch_cases(layout: str, page: int) -> Iterator[Case]:
+    """What a decode rank does: pieces of a unit each, out of a window of units that are used again and again."""
+    n = -(-TOKENS // page)
+    options = PoolOptions(page_size=page, pages=SPARE * n, conv_layout=ConvLayout(layout.replace("-", "_")))
+    sources = [
+        manifest(geometry(), Side.PREFILL, Coordinates(tp_rank=rank, tp_size=SHARDS), options) for rank in range(SHARDS)
+    ]
+    made = plan(sources, manifest(geometry(), Side.DECODE, Coordinates(), options))
+    memory = {
+        (part.role, layer): torch.zeros(part.buffer_span, dtype=torch.uint8)
+        for part in made.destination.components
+        for layer in part.layers
+    }
+    assembler, arena = Assembler(made, memory), torch.ones(UNITS * UNIT_BYTES, dtype=torch.uint8)
+    area = UNIT_BYTES // SHARDS
+    shares = {(share.role, layer): share for share in made.shares for layer in share.layers}
+
+    def staged(role: Role, layer: int, unit: int, own: torch.Tensor, offset: int = 0) -> Staged:
+        start = unit % UNITS * UNIT_BYTES + offset
+        areas = {source: start + source * area for source in range(SHARDS)}
+        return Staged(role, layer, own.numpy(), len(own) * page, areas)
+
+    def merge(pieces: list[Staged], at_once: int) -> None:
+        for start in range(0, len(pieces), at_once):
+            assembler.merge_batch(arena, pieces[start : start + at_once])
+
+    def one_by_one(pieces: list[Staged]) -> None:
+        for piece in pieces:
+            share = shares[piece.role, piece.layer]
+            room = len(piece.ids) * share.staged_bytes
+            views = {source: arena[start : start + room] for source, start in piece.areas.items()}
+            own = torch.from_numpy(piece.ids)
+            if share.item is Item.PAGE:
+                assembler.merge_pages(piece.role, piece.layer, own, piece.tokens, views)
+            else:
+                assembler.merge_slot(piece.role, piece.layer, own, views)
+
+    def size_of(pieces: list[Staged]) -> list[int]:
+        return [SHARDS * len(piece.ids) * shares[piece.role, piece.layer].staged_bytes for piece in pieces]
+
+    def case(name: str, placement: str, items: int, pieces: list[Staged], run: Callable[[], None]) -> Case:
+        sizes = size_of(pieces)
+        target = torch.zeros(sum(sizes), dtype=torch.uint8)
+
+        def memcpy() -> None:
+            end = 0
+            for piece, size in zip(pieces, sizes, strict=True):
+                start = min(piece.areas.values()) // UNIT_BYTES * UNIT_BYTES
+                target[end : end + size].copy_(arena[start : start + size])
+                end += size
+
+        return Case(name, placement, items, sum(sizes), run, memcpy)
+
+    paged = [key for key, share in shares.items() if share.item is Item.PAGE]
+    for placement in ("contiguous", "scattered"):
+        pages, pieces = ids(n, placement), []
+        for role, layer in paged:
+            most = max(1, area // shares[role, layer].staged_bytes)
+            pieces += [staged(role, layer, len(pieces) + unit, own) for unit, own in enumerate(pages.split(most))]
+        yield case("merge_batch KV", placement, n, pieces, partial(merge, pieces, MAX_BATCH))
+        yield case("merge_pages, a call per piece", placement, n, pieces, partial(one_by_one, pieces))
+    state = []
+    for unit, layer in enumerate(geometry().linear_layers):
+        state += [
+            staged(Role.CONV, layer, unit, ids(1, "contiguous")),
+            staged(Role.SSM, layer, unit, ids(1, "contiguous"), offset=shares[Role.CONV, layer].staged_bytes),
+        ]
+    yield case("merge_batch conv and SSM", "contiguous", 1, state, partial(merge, state, len(state)))
+    yield case("merge_slot, a call per piece", "contiguous", 1, state, partial(one_by_one, state))
+    conv = [piece for piece in state if piece.role is Role.CONV]
+    yield case("merge_batch conv alone", "contiguous", 1, conv, partial(merge, conv, len(conv)))
+
+
 def seconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
@@ -143,10 +241,14 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(case: Case, repeats: int) -> Result:
-    source = torch.ones(case.bytes, dtype=torch.uint8)
-    target = torch.zeros(case.bytes, dtype=torch.uint8)
+    copy = case.memcpy
+    if copy is None:
+        source = torch.ones(case.bytes, dtype=torch.uint8)
+        target = torch.zeros(case.bytes, dtype=torch.uint8)
+        copy = partial(target.copy_, source)
+    copy()
     case.run()  # the first touch of the pages in use
-    turns = [(seconds(lambda: target.copy_(source)), seconds(case.run)) for _ in range(repeats)]
+    turns = [(seconds(copy), seconds(case.run)) for _ in range(repeats)]
     ratios = [memcpy / operation for memcpy, operation in turns]
     memcpy, operation = (statistics.median(column) for column in zip(*turns, strict=True))
     return Result(
@@ -166,6 +268,7 @@ def cases(layout: str, page: int) -> Iterator[Case]:
     yield from kv_cases(page)
     yield from conv_cases(layout)
     yield from ssm_cases()
+    yield from batch_cases(layout, page)
 
 
 def main() -> int:
@@ -182,10 +285,10 @@ def main() -> int:
         results.append(measure(case, arguments.repeats))
     machine = {"cpus": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads(), "torch": torch.__version__}
     print(f"{machine['threads']} thread, torch {machine['torch']}, {arguments.repeats} turns, page {arguments.page}")
-    print("operation                     placement    items       MB    GB/s  memcpy  ratio  min..max")
+    print("operation                      placement    items       MB    GB/s  memcpy  ratio  min..max")
     for row in results:
         print(
-            f"{row.operation:29} {row.placement:11} {row.items:6} {row.bytes / 1e6:8.1f} {row.gb_per_s:7.2f}"
+            f"{row.operation:30} {row.placement:11} {row.items:6} {row.bytes / 1e6:8.1f} {row.gb_per_s:7.2f}"
             f" {row.memcpy_gb_per_s:7.2f} {row.ratio:6.2f}  {row.ratio_min:.2f}..{row.ratio_max:.2f}"
         )
     if arguments.json:

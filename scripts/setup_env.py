@@ -31,7 +31,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 # Beside .venv, not in it: the environment itself may be removed while the lock is held.
 LOCK = os.path.join(ROOT, ".venv.lock")
-REQUIREMENTS = ("cpu.lock", "sglang.lock", "dev.lock")
+REQUIREMENTS = ("cpu.lock", "sglang.lock", "picture.lock", "dev.lock")
 OWN = "sglang-hetero"
 TORCH_INDEX = "SGLANG_HETERO_TORCH_INDEX"
 APT_PACKAGE = "libibverbs1"

@@ -17,6 +17,7 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.explain import command as explain
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
+    from sglang_hetero.perf import command as trace
 
     parser = argparse.ArgumentParser(
         prog="sglang-hetero",
@@ -28,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_parser(subparsers)
     demo.add_parser(subparsers)
     explain.add_parser(subparsers)
+    trace.add_parser(subparsers)
     models.add_parser(subparsers)
     cpu.add_parser(subparsers)
     return parser

@@ -55,3 +55,7 @@ class TransferRefused(HeteroError):
 
 class ControlError(HeteroError):
     """The control service cannot be started or reached, or does not know what it is asked for."""
+
+
+class TraceError(HeteroError):
+    """A trace cannot be read or drawn (docs/perf.md)."""

@@ -110,6 +110,7 @@ class ManagerMixin:
                 control=self._hetero_peers.send_first,
                 events=self,
                 counters=self.hetero_counts,
+                perf=self.hetero_perf,
                 stall_seconds=self.hetero_options.stall_seconds(make.waiting_timeout()),
             )
             self.hetero_layerwise = make.layerwise(self.hetero_rank, self.hetero_options, self.hetero_prefill)

@@ -235,7 +235,7 @@ OPTIONS: tuple[Option, ...] = (
         "a folder, made if it is not there",
         "none",
         Reader.BOTH,
-        "write what each rank does and when, for `sglang-hetero trace` (docs/perf.md)",
+        "write what each rank does and when, for sglang-hetero trace (docs/perf.md)",
     ),
 )
 

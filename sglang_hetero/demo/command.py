@@ -2,15 +2,18 @@
 
 import argparse
 import os
+import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from sglang_hetero import models
 from sglang_hetero.client import Client, Generation
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import flags, topology
@@ -22,6 +25,9 @@ DISAGGREGATED = "p2_d1"
 UNDIVIDED = "mixed_tp1"
 OUTPUT_TOKENS = 64
 DEFAULTS = Options(mtp=3)
+TRACE = "SGLANG_HETERO_TRACE"
+SEED = 18592
+"""Of the token ids of prompts whose length was asked for."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,16 @@ def _requests(tokens: int) -> list[Request]:
         name, text = file.name.removesuffix(".txt"), file.read_text(encoding="utf-8")
         result.append(Request(name, "/v1/chat/completions", lambda client, text=text: client.chat(text, tokens)))
         result.append(Request(name, "/generate", lambda client, text=text: client.generate(text, tokens)))
+    return result
+
+
+def _long_requests(lengths: Sequence[int], vocabulary: int, tokens: int) -> list[Request]:
+    """Prompts of given lengths, of token ids from a seed, through the endpoint that takes ids."""
+    chance = random.Random(SEED)
+    result = []
+    for length in lengths:
+        ids = [chance.randrange(vocabulary) for _ in range(length)]
+        result.append(Request(f"{length:,} tokens", "/generate", lambda client, ids=ids: client.generate(ids, tokens)))
     return result
 
 
@@ -114,26 +130,51 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "demo",
         help="P2/D1 on the real SGLang, checked against the undivided server",
-        epilog="examples:\n  sglang-hetero demo\n  sglang-hetero demo --topology p1_d1 --mtp 0 --tokens 16",
+        epilog="examples:\n  sglang-hetero demo\n  sglang-hetero demo --topology p1_d1 --mtp 0 --tokens 16\n"
+        "  sglang-hetero demo --model qwen35-2b-cache --prompt-tokens 512,18592 --tokens 32 --trace out/trace",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--topology", default=DISAGGREGATED, help=f"default: {DISAGGREGATED}")
     parser.add_argument(
         "--tokens", type=flags.positive, default=OUTPUT_TOKENS, help=f"to generate (default: {OUTPUT_TOKENS})"
     )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_lengths,
+        metavar="N[,N]",
+        help="prompts of these lengths, of random token ids, instead of the texts",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="DIR", help="record there what every rank does; see sglang-hetero trace"
+    )
     flags.add(parser, DEFAULTS)
     parser.set_defaults(run=run)
+
+
+def _lengths(text: str) -> list[int]:
+    return [flags.positive(part) for part in text.split(",")]
+
+
+def _traced(options: Options, folder: Path | None) -> Options:
+    """The pair's servers with a trace; the undivided one has nothing to tell."""
+    if folder is None:
+        return options
+    setting = ((TRACE, str(folder.absolute())),)
+    return replace(options, prefill_env=(*options.prefill_env, *setting), decode_env=(*options.decode_env, *setting))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 and prints PASS when every output is the same, else 1 and FAIL."""
     options = flags.options(arguments, tuple(arguments.server_arguments))
     todo = _requests(arguments.tokens)
+    if arguments.prompt_tokens:
+        todo = _long_requests(arguments.prompt_tokens, models.spec(options.model).vocab_size, arguments.tokens)
     start = time.monotonic()
     try:
         raise_on_signals()
-        divided = _serve(arguments.topology, options, todo, arguments.tokens)
-        undivided = _serve(UNDIVIDED, options, todo, arguments.tokens)
+        divided = _serve(arguments.topology, _traced(options, arguments.trace), todo, arguments.tokens)
+        alone = replace(options, prefill_env=(), decode_env=())
+        undivided = _serve(UNDIVIDED, alone, todo, arguments.tokens)
     except Stopped:
         _say("demo: stopped")
         return 1

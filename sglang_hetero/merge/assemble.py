@@ -4,8 +4,7 @@ The plan says which elements; the operations of merge/ops.py move them. Which op
 its axes, not from the name of its role.
 """
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,6 +15,7 @@ from sglang_hetero.reshard.plan import Plan
 from sglang_hetero.reshard.share import Share
 
 from . import ops
+from .batch import Batches, Layer, Staged, live_tokens
 from .views import arranged, item_view, live_view, staged_view
 
 Memory = Mapping[tuple[Role, int], torch.Tensor]
@@ -37,6 +37,15 @@ class Assembler:
                     raise MergeError(f"layer {layer} of {share.role}: the plan moves it, but there is no memory for it")
                 items = live_view(item_view(memory[share.role, layer], component), component)
                 self._pools[share.role, layer] = arranged(items, component).unsqueeze(0)
+        self._batches = Batches({key: Layer(own, memory[key]) for key, own in self._shares.items()})
+
+    def merge_batch(self, arena: torch.Tensor, pieces: Sequence[Staged]) -> None:
+        """Move all of these pieces of any roles and layers, which lie in `arena` (uint8, one-dimensional).
+
+        Raises MergeError before anything is written: an area that is missing, misaligned or not inside the arena, ids
+        that the pool does not have, an item that two pieces write, tokens that do not end in the last page.
+        """
+        self._batches.merge(arena, pieces)
 
     def sources(self, role: Role, layer: int) -> tuple[int, ...]:
         """Numbers of the sources that have a share of this layer of a role. Raises MergeError if nothing moves it."""
@@ -58,7 +67,7 @@ class Assembler:
         shares = self._of(role, layer, Item.PAGE)
         component = shares[0].destination_component
         _check_ids(pages)
-        tokens = _live_tokens(tokens, len(pages), component.axis(AxisName.TOKEN).size)
+        tokens = live_tokens(tokens, len(pages), component.axis(AxisName.TOKEN).size)
         shards: list[torch.Tensor] = []
         offsets: list[int] = []
         for share in shares:
@@ -111,7 +120,7 @@ def pack_pages(share: Share, memory: torch.Tensor, pages: torch.Tensor, tokens: 
         raise MergeError(f"{share.role}: what source {share.source} sends lies in one run, there is nothing to pack")
     component = share.source_component
     _check_ids(pages)
-    tokens = _live_tokens(tokens, len(pages), component.axis(AxisName.TOKEN).size)
+    tokens = live_tokens(tokens, len(pages), component.axis(AxisName.TOKEN).size)
     pool = arranged(item_view(memory, component), component).unsqueeze(0)
     out = arranged(staged_view(buffer, share, len(pages)), share.destination_component).unsqueeze(0)
     for block, start in zip(share.blocks, share.staged_starts, strict=True):
@@ -132,17 +141,6 @@ def _check_ids(ids: torch.Tensor) -> None:
         raise MergeError(f"ids of pages and slots must be a row of int64, they are {found}")
     if ids.device.type == "cpu" and int(ids.min()) < 1:
         raise MergeError(f"item {int(ids.min())} is no request's: ids go from 1, 0 is padding")
-
-
-def _live_tokens(tokens: int, pages: int, page_size: int) -> int:
-    """`tokens`, if they end in the last of so many pages. Raises MergeError."""
-    try:
-        number = operator.index(tokens)
-    except TypeError:
-        raise MergeError(f"tokens must be an integer, not {tokens!r}") from None
-    if not (pages - 1) * page_size < number <= pages * page_size:
-        raise MergeError(f"{number} tokens do not end in the last of {pages} pages of {page_size}")
-    return number
 
 
 def _area(areas: Mapping[int, torch.Tensor], share: Share, layer: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The one Triton kernel behind the merge operations: it copies rectangles between indexed and consecutive places.
+"""The Triton kernels behind the merge: they copy rectangles, one between indexed and consecutive places, one by a list.
 
 Compiled by Triton for CUDA and by triton-ascend for NPUs, so it keeps to what both lower to bulk copies. On an NPU that
 means: addresses are scalar arithmetic plus one rectangle `row * stride + column`, and masks are `index < bound`. Others
@@ -70,3 +70,41 @@ def copy_blocks(  # noqa: PLR0917 - the annotations are the types in the compile
         mask = (row < live_rows)[:, None] & (col < cols - first_col)[None, :]
         tile = tl.load(src_tile + (row[:, None] * src_row + col[None, :]), mask=mask)
         tl.store(dst_tile + (row[:, None] * dst_row + col[None, :]), tile, mask=mask)
+
+
+FIELDS = tl.constexpr(8)
+"""Figures per tile in a list, two of them unused: an entry is then one line of 64 bytes of a cache."""
+
+
+@triton.jit(do_not_specialize=["table", "tiles"])
+def copy_tiles(  # noqa: PLR0917 - as above
+    dst,
+    src,
+    table,
+    tiles: tl.int32,
+    ALIGN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Copy tiles that have nothing in common but their size at most, each from anywhere to anywhere.
+
+    Grid: one axis of any size; its programs share the tiles.
+
+    dst, src: element pointers of one integer type, below everything that is copied; what a tile reaches from there may
+        be another tensor's.
+    table: int64 [tiles, FIELDS], in elements: place in dst, place in src, rows, columns, dst's and src's row stride.
+    ALIGN: all of these but the number of rows are multiples of it.
+    """
+    row = tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    col = tl.arange(0, BLOCK_COLS)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        entry = table + tile * FIELDS
+        dst_place = tl.multiple_of(tl.load(entry), ALIGN)
+        src_place = tl.multiple_of(tl.load(entry + 1), ALIGN)
+        rows = tl.load(entry + 2)
+        cols = tl.multiple_of(tl.load(entry + 3), ALIGN)
+        dst_row = tl.multiple_of(tl.load(entry + 4), ALIGN)
+        src_row = tl.multiple_of(tl.load(entry + 5), ALIGN)
+        mask = (row < rows)[:, None] & (col < cols)[None, :]
+        values = tl.load(src + src_place + (row[:, None] * src_row + col[None, :]), mask=mask)
+        tl.store(dst + dst_place + (row[:, None] * dst_row + col[None, :]), values, mask=mask)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import torch
 
 from sglang_hetero.errors import HeteroError, ProtocolError, StagingError, TransferRefused
 
@@ -67,7 +66,6 @@ class DecodeSide(Reception):
         ids = np.array(pages, dtype=np.int64)
         mode = self.settings.mode
         now = self._clock()
-        device = self._arena.device
         with self._lock:
             if room in self._current:
                 raise TransferRefused(f"{self.manifest.label} has another request with room {room} under way")
@@ -81,9 +79,8 @@ class DecodeSide(Reception):
                 Receiving(source_set.stages, pulls=any(each.pulls for each in source_set.programs_of(mode))),
                 Coverage(source_set.plan, len(ids)),
                 ids,
-                torch.from_numpy(ids).to(device),
                 slot,
-                torch.tensor([slot], device=device) if slot >= 0 else None,
+                perf=self.perf.opened(room, len(ids)),
                 opened=now,
                 progress=now,
             )
@@ -114,6 +111,7 @@ class DecodeSide(Reception):
             if status is ReceivingStatus.FAILED or inbox.fault:
                 return Progress.FAILED
             if status is ReceivingStatus.COMPLETE:
+                inbox.perf.complete()
                 return Progress.COMPLETE
             return Progress.WAITING if status is ReceivingStatus.QUEUED else Progress.ARRIVING
 
@@ -191,6 +189,7 @@ class DecodeSide(Reception):
             inbox.progress = self._clock()
             machine, label = inbox.machine, inbox.source_set.sources[message.source].label
             if isinstance(message, messages.Ready):
+                inbox.perf.ready()
                 try:
                     outgoing = self._ready(inbox, message)
                 except HeteroError as error:
@@ -239,6 +238,7 @@ class DecodeSide(Reception):
                     raise ProtocolError("it has been told before, and otherwise")
                 totals = inbox.totals(message)
                 inbox.first = message
+                inbox.perf.first_generation()
                 outgoing = self._carry_out(inbox, inbox.machine.first_generation(totals))
             except HeteroError as error:
                 outgoing = self._fail(inbox, f"prefill's first token: {error}")

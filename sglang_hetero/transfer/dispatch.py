@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.manifest import Manifest
 from sglang_hetero.merge.assemble import Memory
+from sglang_hetero.perf.records import Perf, silent
 
 from . import fields, messages
 from .counters import Counters
@@ -87,12 +88,14 @@ class Dispatch:
         control: Callable[[messages.Message], None],
         events: Events,
         stall_seconds: float,
+        perf: Perf | None = None,
         counters: Counters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """control: sends to the control service. stall_seconds: without any progress a request fails."""
         self.manifest = manifest
         self.counters = counters or Counters()
+        self.perf = perf or silent(manifest.side, manifest.label)
         self._writer = Writer(engine, memory, packs, lane)
         self._busy_waits = engine.busy_waits
         self._post, self._control, self._events = post, control, events
@@ -154,6 +157,7 @@ class Dispatch:
             for destination in outbox.destinations.values():
                 destination.sending.abort("prefill was never asked for it")
             self._events.forgotten(room)
+            self.perf.sent_end(room, "prefill was never asked for it")
             logger.info("%s: room %d is forgotten: prefill has no request for it", self.manifest.label, room)
 
     def fail(self, room: int, reason: str, only: Destination | None = None) -> None:
@@ -174,6 +178,7 @@ class Dispatch:
                 destination.sending.abort(reason)
         logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
         self.counters.add("failures")
+        self.perf.sent_end(room, reason)
         for destination in destinations:
             if destination is not only:
                 self._tell(
@@ -320,8 +325,12 @@ class Dispatch:
         if reads and destination.verify:
             self._tell_reads(destination, source)
         self.counters.add("writes")
-        self.counters.add("descriptors", written.descriptors)
-        self.counters.add("bytes", written.nbytes)
+        self.counters.add("descriptors", sum(written.descriptors.values()))
+        self.counters.add("bytes", sum(written.nbytes.values()))
+        if written.pieces:
+            destination.perf.wrote(
+                destination.peer.label, written.started, written.ended, written.nbytes, written.descriptors
+            )
         told = not (written.pieces or total >= 0) or self._tell(
             destination.peer,
             messages.Ready,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-import torch
-
 from sglang_hetero.errors import ProtocolError
+from sglang_hetero.layout.component import Item
+from sglang_hetero.perf.records import ReceivedRecord
 
 from . import messages
 from .device import Done
@@ -47,10 +47,9 @@ class Inbox:
     coverage: Coverage
     pages: Ids
     """Ids of its pages in this rank's pool."""
-    page_tensor: torch.Tensor
-    """The same on the pool's device."""
     slot: int
-    slot_tensor: torch.Tensor | None
+    perf: ReceivedRecord
+    """What the request takes, for the log, the metrics and the trace."""
     opened: float
     """When it was opened, on the clock of the side; then when something last happened."""
     progress: float
@@ -65,6 +64,8 @@ class Inbox:
     """Merges that a worker has begun and not ended: pages must not be freed before it is 0."""
     reading: int = 0
     """Reads from a source (mode pull) that have not returned: they write into the request's units."""
+    reading_since: float = 0.0
+    """When the reads that are under way began, time.monotonic()."""
     to_read: deque[Arrived] = field(default_factory=deque)
     """What is still to be read, in mode pull."""
     batch: list[Arrived] = field(default_factory=list)
@@ -79,6 +80,15 @@ class Inbox:
     """In mode pull, digests of where each source says that it keeps the request."""
     fault: str = ""
     """Why the request must not succeed although all has arrived."""
+
+    def piece_bytes(self, piece: Piece) -> int:
+        """What a piece brings to this rank: the same as its sources write of it."""
+        page_tokens, total = self.programs[0].page_size, 0
+        for side in self.source_set.sides:
+            for part in side.parts(piece):
+                staged = part.share.staged_bytes
+                total += staged if part.share.item is not Item.PAGE else staged * piece.tokens // page_tokens
+        return total
 
     def elsewhere(self) -> str:
         """Which source keeps the request elsewhere than the first token's message says, or an empty text."""

@@ -7,10 +7,11 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
-from sglang_hetero.layout.component import Item
 from sglang_hetero.merge.assemble import Assembler, Memory
+from sglang_hetero.merge.batch import Staged
 
 from . import verify
 from .inbox import Arrived, Inbox
@@ -22,19 +23,32 @@ MAX_BATCH = 8
 """Pieces that are merged before they are acknowledged; the sources fill other units meanwhile."""
 
 
-def merge(arena: torch.Tensor, assembler: Assembler, inbox: Inbox, arrived: Arrived) -> None:
-    """Move one piece into its pages or the slot. Raises MergeError."""
-    units = inbox.units[arrived.stage]
-    start = units[arrived.unit % len(units)]
-    piece = arrived.piece
-    unit = arena[start : start + inbox.source_set.window.unit_bytes]
-    for role, areas in inbox.source_set.destination.areas(piece, unit):
-        if assembler.item(role, piece.layer) is Item.PAGE:
-            pages = inbox.page_tensor[piece.first_page : piece.first_page + piece.pages]
-            assembler.merge_pages(role, piece.layer, pages, piece.tokens, areas)
+class Place:
+    """A byte of the arena in the place of a view of it: a slice of it begins where the slice of the view would."""
+
+    __slots__ = ("byte",)
+
+    def __init__(self, byte: int) -> None:
+        self.byte = byte
+
+    def __getitem__(self, where: slice, /) -> Place:
+        return Place(self.byte + where.start)
+
+
+def merge(arena: torch.Tensor, assembler: Assembler, inbox: Inbox, batch: Sequence[Arrived]) -> None:
+    """Move pieces of one request into its pages and the slot, all in one call. Raises MergeError before any moves."""
+    destination = inbox.source_set.destination
+    staged = []
+    for arrived in batch:
+        units, piece = inbox.units[arrived.stage], arrived.piece
+        if piece.role is None:
+            ids = np.array([inbox.slot], dtype=np.int64)
         else:
-            assert inbox.slot_tensor is not None
-            assembler.merge_slot(role, piece.layer, inbox.slot_tensor, areas)
+            ids = inbox.pages[piece.first_page : piece.first_page + piece.pages]
+        for role, places in destination.areas(piece, Place(units[arrived.unit % len(units)])):
+            areas = {source: place.byte for source, place in places.items()}
+            staged.append(Staged(role, piece.layer, ids, piece.tokens, areas))
+    assembler.merge_batch(arena, staged)
 
 
 def differences(memory: Memory, inbox: Inbox, arrived: Arrived, said: Mapping[int, bytes]) -> str:

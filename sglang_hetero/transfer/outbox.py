@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sglang_hetero.errors import ProtocolError
 from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.manifest import Coordinates, Manifest
+from sglang_hetero.perf.records import SentRecord, unlooked
 from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
@@ -153,6 +154,8 @@ class Destination:
     """Whether the peer's mover has it on its list."""
     aborted: bool = False
     """Whether the peer has said that it gives the request up."""
+    perf: SentRecord = field(default_factory=unlooked)
+    """Of the request."""
     goodbye: bool = False
     """Whether `Drained` has to be told once no write is in flight."""
 
@@ -184,6 +187,8 @@ class Outbox:
     """Its linear-state slot here; -1 before the last chunk and for models without one."""
     progress: float = 0.0
     """When something last happened, on the clock of the side."""
+    perf: SentRecord = field(default_factory=unlooked)
+    """Where its figures are kept."""
     ended: bool = False
     reason: str | None = None
     """Why it failed; None if it has not."""

@@ -190,19 +190,23 @@ class PrefillSide(Dispatch):
             destination = destination_of(message, peer, self._sources, self._number)
             outbox = self._rooms.get(message.room)
             if outbox is None:
-                outbox = self._rooms[message.room] = Outbox(message.room, message.ranks, progress=self._clock())
+                outbox = self._rooms[message.room] = Outbox(
+                    message.room, message.ranks, progress=self._clock(), perf=self.perf.sent(message.room)
+                )
             if outbox.expected != message.ranks:
                 raise ProtocolError(
                     f"{peer.label} says that {message.ranks} decode ranks take room {message.room}, another said "
                     f"{outbox.expected}"
                 )
             outbox.destinations[message.rank] = destination
+            destination.perf = outbox.perf
             self._destinations[key] = destination
             destination.sending.acked(self._early.pop(key, 0))
             outbox.extend(destination)
             self._wake(destination)
             bound = outbox.bound
         if bound:
+            outbox.perf.bound()
             self._events.bound(message.room)
 
     def _progress(self, message: messages.Ack | messages.Finish) -> None:
@@ -239,6 +243,7 @@ class PrefillSide(Dispatch):
             self.fail(message.room, problem)
         elif done:
             self.counters.add("requests")
+            self.perf.sent_end(message.room)
             self._events.succeeded(message.room)
 
     def _abort(self, message: messages.Abort) -> None:
@@ -291,7 +296,17 @@ class PrefillSide(Dispatch):
             if outbox is None or outbox.ended or not outbox.bound:
                 return None
             outbox.progress = self._clock()
-            return outbox.begin(end, self.manifest.page_size, placed, last=last)
+            chunk = outbox.begin(end, self.manifest.page_size, placed, last=last)
+        if chunk is not None:
+            outbox.perf.forward_began(chunk.tokens)
+        return chunk
+
+    def computed(self, room: int, *, last: bool) -> None:
+        """The forward pass of a chunk that was begun is over, the draft model's included. For the figures only."""
+        with self._lock:
+            outbox = self._rooms.get(room)
+        if outbox is not None:
+            outbox.perf.forward_ended(last)
 
     def reached(self, room: int, chunk: Chunk, mark: Mark) -> None:
         """The model has come so far with a chunk that was begun: what is before may be sent."""
@@ -346,6 +361,7 @@ class PrefillSide(Dispatch):
         if problem:
             self.fail(room, problem)
             return
+        outbox.perf.handed_over(last, tokens)
         self._advance(outbox)
         if first is None:
             return

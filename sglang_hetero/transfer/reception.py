@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from sglang_hetero.errors import HeteroError, ProtocolError
-from sglang_hetero.layout.manifest import Manifest
+from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.layout.wire import encode as encode_manifest
 from sglang_hetero.merge.assemble import Memory
+from sglang_hetero.perf.records import Component, Perf, component_of, silent
 
 from . import lifetime, messages
 from .counters import Counters
@@ -91,10 +92,12 @@ class Reception:
         post: Post,
         identity: Identity,
         counters: Counters | None = None,
+        perf: Perf | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """arena: staging memory, uint8, one-dimensional, registered with the engine."""
         self.manifest = manifest
+        self.perf = perf or silent(Side.DECODE, manifest.label)
         self.counters = counters or Counters()
         self.settings = settings
         self._memory, self._arena, self._forward = memory, arena, forward
@@ -192,6 +195,7 @@ class Reception:
             inbox = self._inboxes[owner]  # type: ignore[index]  # owners are (room, epoch)
             inbox.units = per_stage(offsets, len(inbox.source_set.stages))
             inbox.progress = self._clock()
+            inbox.perf.granted()
             self._carry_out(inbox, inbox.machine.bound())
             outgoing += self._invite(inbox)
         return outgoing
@@ -271,9 +275,10 @@ class Reception:
         problem = ""
         if alive:
             try:
+                began = time.monotonic()
                 with self._lane.active():
-                    for arrived in batch:
-                        merge(self._arena, inbox.source_set.assembler, inbox, arrived)
+                    merge(self._arena, inbox.source_set.assembler, inbox, batch)
+                _measured(inbox, batch, time.monotonic() - began)
                 problem = self._verified(inbox, batch)
             except Exception as error:
                 logger.exception("room %d: merge failed", inbox.room)
@@ -289,8 +294,9 @@ class Reception:
         problem = ""
         try:
             with self._forward.active():
-                for arrived in batch:
-                    merge(self._arena, inbox.source_set.assembler, inbox, arrived)
+                began = time.monotonic()
+                merge(self._arena, inbox.source_set.assembler, inbox, batch)
+                _measured(inbox, batch, time.monotonic() - began)
                 problem = self._verified(inbox, batch)
         except Exception as error:
             logger.exception("room %d: merge of linear state failed", inbox.room)
@@ -376,6 +382,7 @@ class Reception:
             outgoing = self._fail(inbox, str(error))
             return outgoing + self._carry_out(inbox, inbox.machine.pulled())
         inbox.reading = len(reads)
+        inbox.reading_since = time.monotonic()
         self.counters.add("reads", len(reads))
         self._puller.start(inbox, reads, self._read_done)
         return []
@@ -390,6 +397,7 @@ class Reception:
             outgoing = self._fail(inbox, problem) if problem else []
             inbox.reading -= 1
             if not inbox.reading:
+                inbox.perf.read(time.monotonic() - inbox.reading_since)
                 inbox.unmerged = len(inbox.batch)
                 if self._is_open(inbox):
                     for arrived in inbox.batch:
@@ -407,3 +415,16 @@ class Reception:
             if not inbox.reading and not inbox.unmerged:
                 outgoing += self._read_on(inbox)
         return outgoing
+
+
+def _measured(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
+    """A batch has been merged in so many seconds: each component's part of them is as its part of the bytes."""
+    found: dict[Component, list[int]] = {}
+    for arrived in batch:
+        found.setdefault(component_of(arrived.piece.role), []).append(inbox.piece_bytes(arrived.piece))
+    left = sum(sum(sizes) for sizes in found.values())
+    per_byte = seconds / left if left else 0.0
+    for component, sizes in found.items():  # one after the other, so that a trace draws them so
+        nbytes = sum(sizes)
+        left -= nbytes
+        inbox.perf.merged(component, nbytes, nbytes * per_byte, len(sizes), ago=left * per_byte)

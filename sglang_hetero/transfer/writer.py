@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from sglang_hetero.errors import HeteroError, StagingError
 from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.merge.assemble import Memory, pack_pages
+from sglang_hetero.perf.records import Component, component_of
 from sglang_hetero.reshard.bind import Descriptors
 
 from . import messages, verify
@@ -57,8 +60,8 @@ class Batch:
         self._sizes: list[Any] = []
         self._buffer: torch.Tensor | None = None
         self._used = 0
-        self.descriptors = 0
-        self.nbytes = 0
+        self.descriptors: Counter[Component] = Counter()
+        self.nbytes: Counter[Component] = Counter()
 
     def add(self, piece: Piece, parts: Sequence[tuple[Part, Descriptors]], pages: Ids, address: int) -> None:
         """Parts of one piece, to go to `address` in the peer's memory. pages: ids of the request at this source."""
@@ -66,12 +69,15 @@ class Batch:
             if moves.packed:
                 self._gather(piece, part, pages[piece.first_page : piece.first_page + piece.pages], address)
             else:
-                self._append(moves.source, moves.staged + np.uint64(address), moves.sizes)
+                self._append(piece, moves.source, moves.staged + np.uint64(address), moves.sizes)
 
-    def _append(self, sources: Any, destinations: Any, sizes: Any) -> None:
+    def _append(self, piece: Piece, sources: Any, destinations: Any, sizes: Any) -> None:
         self._sources.append(sources)
         self._destinations.append(destinations)
         self._sizes.append(sizes)
+        component = component_of(piece.role)
+        self.descriptors[component] += len(sizes)
+        self.nbytes[component] += int(sizes.sum())
 
     def _gather(self, piece: Piece, part: Part, ids: Ids, address: int) -> None:
         """Gather a packed share run by run, each as many pages as the buffer still has room for."""
@@ -97,6 +103,7 @@ class Batch:
                 pack_pages(share, memory, torch.from_numpy(ids[done : done + count]).to(room.device), tokens, room)
             size = (count - 1) * page_bytes + share.tail_bytes(tokens - (count - 1) * page_size)
             self._append(
+                piece,
                 np.array([room.data_ptr()], dtype=np.uint64),
                 np.array([address + part.offset + done * page_bytes], dtype=np.uint64),
                 np.array([size], dtype=np.uint64),
@@ -111,8 +118,6 @@ class Batch:
                 sizes = np.concatenate(self._sizes)
                 sources, destinations = np.concatenate(self._sources), np.concatenate(self._destinations)
                 self._engine.write(self._session, sources, destinations, sizes)
-                self.descriptors += len(sizes)
-                self.nbytes += int(sizes.sum())
         finally:
             self.drop()
 
@@ -131,8 +136,11 @@ class Written:
     pieces: tuple[messages.AnnouncedPiece, ...] = ()
     """Those that this source has a share of."""
     digests: tuple[bytes, ...] = ()
-    descriptors: int = 0
-    nbytes: int = 0
+    descriptors: Mapping[Component, int] = field(default_factory=dict)
+    nbytes: Mapping[Component, int] = field(default_factory=dict)
+    started: float = 0.0
+    """When the first byte was given to the engine, by time.monotonic(), and when the last one had landed."""
+    ended: float = 0.0
     problem: str = ""
     in_doubt: bool = False
 
@@ -149,10 +157,12 @@ class Writer:
         peer, side = destination.peer, destination.side
         out = Batch(self._engine, peer.session, self._memory, self._packs, self._lane)
         own = [(seq, piece) for seq, piece in batch if side.parts(piece)]
+        started = time.monotonic()
         try:
             for seq, piece in own:
                 out.add(piece, side.descriptors(piece, pages, slot), pages, destination.address(seq))
             out.flush()
+            ended = time.monotonic()
             digests = self._digests(destination, own, pages, slot) if destination.verify else ()
         except EngineError as error:
             return Written(problem=f"could not write to {peer.label}: {error}", in_doubt=not error.settled)
@@ -163,7 +173,7 @@ class Writer:
             return Written(problem=f"for {peer.label}: {type(error).__name__}: {error}", in_doubt=True)
         finally:
             out.drop()
-        return Written(_announced(own), digests, out.descriptors, out.nbytes)
+        return Written(_announced(own), digests, out.descriptors, out.nbytes, started, ended)
 
     def digests_of(
         self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int

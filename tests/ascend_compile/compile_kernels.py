@@ -4,7 +4,8 @@ Runs in .venv-ascend, where there is neither torch nor this project, and needs n
 of triton-ascend's backend one by one and stops before the one that calls CANN's compiler.
 
 A job is `{"file", "kernel", "element", "aligned", "arguments", "arch", "options"}`: the arguments by name without the
-pointers dst and src (to `element`, e.g. "i16") and ids (to i64), which are multiples of 16 or not as `aligned` says.
+pointers dst and src (to `element`, e.g. "i16") and ids or table (to i64), which are multiples of 16 or not as `aligned`
+says.
 What Triton makes of such figures at a launch (constants, known divisors) it makes of them here. A result is
 `{"linalg"}` or `{"error"}`, in the order of the jobs.
 """
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 ELEMENT_POINTERS = ("dst", "src")
-ID_POINTER = "ids"
+INDEX_POINTERS = ("ids", "table")
 
 
 class Address:
@@ -45,7 +46,7 @@ def load(file):
 
 def signature(kernel, element):
     """Name -> type, as the launcher derives it from tensors and annotations."""
-    types = dict.fromkeys(ELEMENT_POINTERS, "*" + element) | {ID_POINTER: "*i64"}
+    types = dict.fromkeys(ELEMENT_POINTERS, "*" + element) | dict.fromkeys(INDEX_POINTERS, "*i64")
     return {
         param.name: types.get(param.name) or param.annotation_type for param in kernel.params if not param.is_constexpr
     }
@@ -57,7 +58,7 @@ def to_linalg(job):
     backend = make_backend(target)
     options = backend.parse_options(job["options"])
     pointer = Address(32 if job["aligned"] else 33)
-    arguments = dict.fromkeys((*ELEMENT_POINTERS, ID_POINTER), pointer) | job["arguments"]
+    arguments = dict.fromkeys((*ELEMENT_POINTERS, *INDEX_POINTERS), pointer) | job["arguments"]
     values = [arguments[param.name] for param in kernel.params]
     known = backend.get_attrs_descriptor(kernel.params, values)
     constants = {

@@ -1,8 +1,8 @@
 """Whether a kernel that triton-ascend has lowered to Linalg moves tiles in bulk: pure text, no dependencies.
 
-Judged by what is allowed, not by the fallbacks that are known: one loop over tiles, scalar arithmetic, one scalar load
-of an id, one copy of a rectangle with dense rows into the chip and one out of it. What triton-ascend 3.2.0 does with
-other accesses, all of which compile (bad_kernels.py has one of each):
+Judged by what is allowed, not by the fallbacks that are known: one loop over tiles, scalar arithmetic, scalar loads of
+an id or of a tile's figures, one copy of a rectangle with dense rows into the chip and one out of it. What
+triton-ascend 3.2.0 does with other accesses, all of which compile (bad_kernels.py has one of each):
 
 * an index or a division per element: a loop over elements with `tensor.extract`, marked `ExtractedLoadOrStore` and
   `DiscreteMemAccess`;
@@ -25,9 +25,9 @@ DST, SRC = "%arg2", "%arg3"
 READ, WRITTEN = "0", "1"
 
 MARKS = ("ExtractedLoadOrStore", "DiscreteMemAccess", "indirect")
+SCALAR_LOAD = "memref.load"
 ONCE = (
     "scf.for",
-    "memref.load",
     "memref.alloc",
     "memref.copy",
     "bufferization.to_tensor",
@@ -35,6 +35,7 @@ ONCE = (
 )
 ALLOWED = {
     *ONCE,
+    SCALAR_LOAD,
     "func.func",
     "linalg.fill",
     "memref.reinterpret_cast",
@@ -48,11 +49,14 @@ ELEMENT_LOOP = re.compile(r"scf\.for .* = %c\S+ to %c\S+ step")
 UNIT_STEPS = re.compile(r"\[1(?:, 1)*\] :")
 
 
-def faults(text: str, element: str, tile: tuple[int, int]) -> list[str]:
-    """Why this is no bulk copy of tiles `(rows, columns)` of `element` (i8, i16, i32); empty if it is one."""
+def faults(text: str, element: str, tile: tuple[int, int], loads: int = 1) -> list[str]:
+    """Why this is no bulk copy of tiles `(rows, columns)` of `element` (i8, i16, i32); empty if it is one.
+
+    loads: scalars that the kernel reads for each tile.
+    """
     lines = [line.strip() for line in text.splitlines()]
     found = [f"marked {mark}" for mark in MARKS if mark in text]
-    found += _operations(lines)
+    found += _operations(lines, loads)
     found += _rectangles(lines, element, tile)
     for name, argument, kind in (("dst", DST, WRITTEN), ("src", SRC, READ)):
         if not re.search(rf"{argument}: memref<\?x{element}> {{[^}}]*tt\.tensor_kind = {kind} ", text):
@@ -60,7 +64,7 @@ def faults(text: str, element: str, tile: tuple[int, int]) -> list[str]:
     return found
 
 
-def _operations(lines: list[str]) -> list[str]:
+def _operations(lines: list[str], loads: int) -> list[str]:
     """Operations that a bulk copy has not, or has in another number."""
     found = []
     counts: Counter[str] = Counter()
@@ -75,11 +79,12 @@ def _operations(lines: list[str]) -> list[str]:
                 found.append(f"arithmetic per element: {line}")
         elif operation not in ALLOWED:
             found.append(f"not part of a bulk copy: {line}")
-        elif operation == "memref.load" and ": memref<1xi64," not in line:
+        elif operation == SCALAR_LOAD and ": memref<1xi64," not in line:
             found.append(f"loads single elements: {line}")
         elif ELEMENT_LOOP.match(line):
             found.append(f"a loop over elements: {line}")
-    found += [f"{counts[operation]} times {operation}" for operation in ONCE if counts[operation] != 1]
+    wanted = dict.fromkeys(ONCE, 1) | {SCALAR_LOAD: loads}
+    found += [f"{counts[name]} times {name}" for name, count in wanted.items() if counts[name] != count]
     return found
 
 

@@ -74,6 +74,15 @@ class DecodeRank(Rank):
         self.transfers.queue.remove(self.live[room].decode_request)
         self.live[room].decode_request.kv_receiver.clear()
 
+    def step(self, rooms: Sequence[int]) -> None:
+        """Decode has processed a step of these requests, as our hook on SGLang's batch result processor is told."""
+        from types import SimpleNamespace
+
+        from sglang_hetero.backend import steps
+
+        batch = SimpleNamespace(reqs=[self.live[room].req for room in rooms])
+        steps.around_decode_result(lambda *_: None, None, batch, None)
+
     def fail(self, room: int) -> tuple[str, bool]:
         """The request has failed on one rank or more (decode.py, _update_handshake_waiters and pop_transferred).
 

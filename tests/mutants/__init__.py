@@ -1,1 +1,1 @@
-"""Deliberate faults in describe, plan, bind and merge, each of which the tests must notice: `make mutants`."""
+"""Deliberate faults from describing caches to sending them early; the tests must notice each: `make mutants`."""

@@ -19,6 +19,14 @@ _ASSEMBLE = "sglang_hetero/merge/assemble.py"
 _CPU = "sglang_hetero/merge/cpu.py"
 _KERNEL = "sglang_hetero/merge/triton_kernels.py"
 _LAUNCH = "sglang_hetero/merge/triton_ops.py"
+_PROGRAM = "sglang_hetero/transfer/pieces/program.py"
+_OUTBOX = "sglang_hetero/transfer/outbox.py"
+_PREFILL = "sglang_hetero/transfer/prefill.py"
+_FOLLOWER = "sglang_hetero/transfer/follower.py"
+_LAYERWISE = "sglang_hetero/backend/layerwise.py"
+_BATCH = "sglang_hetero/merge/batch.py"
+_COPIES = "sglang_hetero/merge/copies.py"
+_TABLE = "sglang_hetero/merge/triton_batch.py"
 
 FAULTS = [
     # Who has which heads.
@@ -220,8 +228,8 @@ FAULTS = [
     Fault(
         "heads go to the front of the page",
         _CPU,
-        "_Pair(target[:, :, :, offset : offset + shard.shape[3]], shard)",
-        "_Pair(target[:, :, :, : shard.shape[3]], shard)",
+        "Pair(target[:, :, :, offset : offset + shard.shape[3]], shard)",
+        "Pair(target[:, :, :, : shard.shape[3]], shard)",
     ),
     Fault("checkpoints are forgotten", _CPU, "_array(pool)[:, ::checkpoint_stride]", "_array(pool)"),
     Fault(
@@ -249,4 +257,110 @@ FAULTS = [
         "block = shard.narrow(2, source, width)",
         "block = shard.narrow(2, 0, width)",
     ),
+    # What the merge of a batch does.
+    Fault(
+        "shards overlay each other in a batch", _COPIES, "target=lead + block.destination * cut.stride", "target=lead"
+    ),
+    Fault("all areas of a piece are the first", _COPIES, "source=area + start *", "source=start *"),
+    Fault(
+        "copies that are not evenly spaced are joined",
+        _COPIES,
+        "source=first.source + (end - start) * source\n",
+        "source=copies[end].source\n",
+    ),
+    Fault(
+        "a batch writes rows behind the last token",
+        _CPU,
+        "(len(ids), 0) if rows is None else divmod(rows, pairs[0].pool.shape[1])",
+        "(len(ids), 0)",
+    ),
+    Fault("an item may be written twice", _BATCH, "if len(ids) > 1 and (ids[1:] == ids[:-1]).any():", "if False:"),
+    Fault(
+        "a batch begins where its arena does",
+        _BATCH,
+        "return Move(recipe, piece.ids, start, rows)",
+        "return Move(recipe, piece.ids, 0, rows)",
+    ),
+    Fault("the table has rows behind the last token", _TABLE, "rows[-1] -= count * shape.rows - move.rows", "pass"),
+    Fault("pages apart are one run of rows", _TABLE, "ids[1:] != ids[:-1] + 1", "ids[1:] < ids[:-1]"),
+    Fault("a tile of a long row has the columns of all", _TABLE, "whole[:, COLS] - col", "whole[:, COLS]"),
+    Fault(
+        "the table's kernel leaves out the last row",
+        _KERNEL,
+        "(row < rows)[:, None]",
+        "(row + 1 < rows)[:, None]",
+    ),
+    # What goes while prefill computes.
+    Fault("every chunk has the state", _PROGRAM, "            elif last:\n", "            else:\n"),
+    Fault("the first layer stands for all", _PROGRAM, "bisect_right(self._marks, upto)", "len(self._marks)"),
+    Fault("the draft goes with the model", _PROGRAM, "Mark(Group.DRAFT, layer)", "Mark(Group.TARGET, layer)"),
+    Fault(
+        "push sends the state between the layers",
+        _PROGRAM,
+        "Group.STATE if role is None and mode is StateMode.PUSH else Group.TARGET",
+        "Group.TARGET",
+    ),
+    Fault(
+        "the layer behind goes, too",
+        _OUTBOX,
+        "chunk.reached = max(chunk.reached, mark)",
+        "chunk.reached = max(chunk.reached, Mark(mark.group, mark.layer + 1))",
+    ),
+    Fault("another chunk than was computed is handed over", _OUTBOX, "if begun.shape != chunk.shape:", "if False:"),
+    Fault(
+        "other pages than were computed are handed over",
+        _OUTBOX,
+        "if not np.array_equal(known[0], ids) or known[1] != slot:",
+        "if False:",
+    ),
+    Fault(
+        "a page that is not full goes with a chunk in the middle",
+        _OUTBOX,
+        "if last else end // page_size) - first_page",
+        "if last else -(-end // page_size)) - first_page",
+    ),
+    Fault(
+        "every chunk begins at the start",
+        _OUTBOX,
+        "first_page = self.chunks[-1].end_page if self.chunks else 0",
+        "first_page = 0",
+    ),
+    Fault(
+        "closed before SGLang has handed all over",
+        _OUTBOX,
+        "self.chunks[-1].last and self.chunks[-1].handed_over",
+        "self.chunks[-1].last",
+    ),
+    Fault("a chunk begins where the last one has ended", _OUTBOX, "            destination.entries = 0\n", ""),
+    Fault(
+        "the chunk of another request is told",
+        _OUTBOX,
+        "        if not any(chunk is each for each in self.chunks):\n            return False\n",
+        "",
+    ),
+    Fault(
+        "the place of a chunk goes back", _OUTBOX, "            if not chunk.handed_over:\n", "            if True:\n"
+    ),
+    Fault(
+        "nobody waits for the device",
+        _OUTBOX,
+        "self.reached != COMPLETE and self.ready():",
+        "self.reached != COMPLETE:",
+    ),
+    Fault("begun before all have bound", _PREFILL, "outbox.ended or not outbox.bound:", "outbox.ended:"),
+    Fault("notes are told before they are due", _FOLLOWER, "while not note.due():", "while False:"),
+    Fault(
+        "a layer that is written in parts is done with the first",
+        _LAYERWISE,
+        "len(values) >= _running[-1].tokens",
+        "True",
+    ),
+    Fault("a layer with two kinds is done with one", _LAYERWISE, "layer - (layer in self.owner.double)", "layer"),
+    Fault(
+        "a request is followed from the middle on",
+        _LAYERWISE,
+        "self.side.follows(room):\n                sender.hetero_unseen = True\n",
+        "self.side.follows(room):\n",
+    ),
+    Fault("a middle chunk has a slot", _LAYERWISE, "if last and hasattr(pool", "if hasattr(pool"),
 ]

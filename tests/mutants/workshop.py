@@ -16,6 +16,14 @@ COPIED = ("sglang_hetero", "bench_serving", "tests", "pyproject.toml")
 CORE = ("tests/unit/reshard", "tests/unit/merge")
 POOLS = ("tests/unit/layout",)
 """In runs of their own, because they import SGLang."""
+TRANSFER = (
+    "tests/unit/transfer/test_pieces_program.py",
+    "tests/unit/transfer/orchestration/test_layerwise.py",
+    "tests/unit/transfer/orchestration/test_arrival.py",
+    "tests/unit/transfer/test_follower.py",
+    "tests/unit/backend/test_layerwise.py",
+)
+"""Of what is sent while prefill computes."""
 # The compiler for Ascend takes longer, and the interpreter runs the same kernels. Fuzzing takes long, too, and shows no
 # wrong plan, only wrong exceptions.
 LEFT_OUT = ("--ignore-glob=*test_ascend_*", "--ignore-glob=*test_manifest_fuzz*")
@@ -79,6 +87,8 @@ class Workshop:
         fault.check(right)
         path.write_text(right.replace(fault.right, fault.wrong))
         try:
+            if fault.file.startswith(("sglang_hetero/transfer", "sglang_hetero/backend")):
+                return self.run(TRANSFER)
             # First the tests that are more likely to see it.
             return self.run(POOLS, CORE) if fault.file.endswith("_pools.py") else self.run(CORE, POOLS)
         finally:
@@ -87,7 +97,7 @@ class Workshop:
     def run(self, *groups: tuple[str, ...]) -> Outcome:
         """Run groups of tests up to the first failure; all of them by default."""
         outcome = Outcome(True, "")
-        for group in groups or (CORE, POOLS):
+        for group in groups or (CORE, POOLS, TRANSFER):
             outcome = self._run(group)
             if not outcome.passed:
                 break

@@ -94,8 +94,20 @@ def move(
             moved.nbytes[counter] = moved.nbytes.get(counter, 0) + piece.descriptors.nbytes
     memory = {key: torch.from_numpy(to.bytes_from(buffer.address)) for key, buffer in to.buffers.items()}
     assembler = Assembler(the_plan, memory)
-    for (role, layer, first_page), areas in arrived.items():
+    for (role, layer, _), areas in arrived.items():
         assert set(assembler.sources(role, layer)) == set(areas), "merge waits for other sources than those that send"
+    merge(assembler, arrived, pieces, into)
+    return moved
+
+
+def merge(
+    assembler: Assembler,
+    arrived: Mapping[tuple[Role, int, int], Mapping[int, Bytes]],
+    pieces: Mapping[tuple[Role, int, int], Piece],
+    into: Place,
+) -> None:
+    """All pieces, by role, layer and first page, from the areas that their sources have written."""
+    for (role, layer, first_page), areas in arrived.items():
         piece = pieces[role, layer, first_page]
         tensors = {number: torch.from_numpy(area) for number, area in areas.items()}
         if piece.share.item is Item.SLOT:
@@ -103,7 +115,6 @@ def move(
             continue
         pages = torch.tensor(into.pages[first_page : first_page + piece.pages])
         assembler.merge_pages(role, layer, pages, piece.tokens, tensors)
-    return moved
 
 
 def _send(piece: Piece, source: Rank, place: Place) -> Bytes:

@@ -26,6 +26,9 @@ class FakeBench:
     def warm_up(self, tokens: int) -> None:
         self.asked.append(("warm-up", tokens))
 
+    def close(self) -> None:
+        self.asked.append(("close", 0))
+
     def sample(self, variant: str, tokens: int) -> Sample:
         self.asked.append((variant, tokens))
         if variant == UPSTREAM and tokens >= LONG:
@@ -42,7 +45,7 @@ def run_main(monkeypatch, tmp_path):
         report = tmp_path / "out" / "handoff.json"
         monkeypatch.setattr(handoff, "Harness", nullcontext)
         monkeypatch.setattr(handoff, "Bench", lambda *a: made.append(FakeBench()) or made[-1])
-        monkeypatch.setattr("sys.argv", ["handoff", "--json", str(report), *arguments])
+        monkeypatch.setattr("sys.argv", ["handoff", "--only", "paths", "--json", str(report), *arguments])
         assert handoff.main() == 0
         return json.loads(report.read_text())
 
@@ -72,6 +75,7 @@ def test_every_length_has_a_row_per_variant_and_a_failure_is_shown(run_main, cap
 def test_a_variant_that_failed_is_not_tried_again_in_that_length(run_main):
     run_main("--tokens", f"{LONG}", "--rounds", "3")
     (bench,) = run_main.benches
+    assert bench.asked[-1] == ("close", 0)
     assert bench.asked.count((UPSTREAM, LONG)) == 1
     assert bench.asked[0] == ("warm-up", LONG)
 
@@ -99,6 +103,13 @@ def test_lengths_must_be_positive():
     assert handoff.lengths("512,2048") == [512, 2048]
     with pytest.raises(SystemExit):
         handoff.parser().parse_args(["--tokens", "512,0"])
+
+
+def test_parts_are_those_that_there_are():
+    assert handoff.parts("hooks,paths") == ["paths", "hooks"]
+    assert handoff.parser().parse_args([]).only == list(handoff.PARTS)
+    with pytest.raises(SystemExit):
+        handoff.parser().parse_args(["--only", "paths,everything"])
 
 
 def test_help_has_examples(capsys):

@@ -109,3 +109,26 @@ def test_a_number_of_tokens_that_compares_nothing_is_refused(tokens, capsys):
         cli.main(["demo", "--tokens", tokens])
     assert end.value.code == 2
     assert "--tokens" in capsys.readouterr().err
+
+
+def test_prompts_of_given_lengths_with_a_trace(monkeypatch, tmp_path):
+    """The same ids for both topologies; only the pair records, and the undivided server has no roles to set."""
+    asked = served(monkeypatch, {"p2_d1": lambda _i: ANSWER, "mixed_tp1": lambda _i: ANSWER})
+    sent = []
+
+    class Listener:
+        def generate(self, prompt, tokens):
+            sent.append((prompt, tokens))
+            return ANSWER
+
+    given = ["demo", "--prompt-tokens", "7,512", "--trace", str(tmp_path), "--decode-env", "SGLANG_HETERO_VERIFY=1"]
+    assert cli.main(given) == 0
+    (_, divided, requests), (_, undivided, others) = asked
+    for request in (*requests, *others):
+        request.send(Listener())
+    assert [(len(prompt), tokens) for prompt, tokens in sent] == [(7, 64), (512, 64)] * 2
+    assert sent[:2] == sent[2:] and len(set(sent[1][0])) > 100
+    trace = ("SGLANG_HETERO_TRACE", str(tmp_path))
+    assert divided.prefill_env == (trace,)
+    assert divided.decode_env == (("SGLANG_HETERO_VERIFY", "1"), trace)
+    assert undivided.prefill_env == undivided.decode_env == ()

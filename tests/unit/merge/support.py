@@ -1,6 +1,11 @@
-"""Tensors whose every byte is known, and a comparison that says which byte differs."""
+"""Tensors whose every byte is known, a comparison that says which byte differs, and the kernels without a device."""
+
+import importlib.util
 
 import torch
+import triton
+
+from sglang_hetero.merge import triton_kernels
 
 POISON = 0xFF
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32]
@@ -46,3 +51,17 @@ def assert_same_bytes(actual, expected):
 def offsets(widths):
     """The first head of each of shards that lie side by side."""
     return [sum(widths[:index]) for index in range(len(widths))]
+
+
+def interpreted_kernels():
+    """A second copy of the kernel module whose kernels Triton's interpreter runs.
+
+    What a kernel becomes is decided when its decorator runs, so the knob is set while this copy is loaded, and only
+    then: SGLang's own kernels and the module's ordinary copy, which live in this process too, stay what they are.
+    """
+    spec = importlib.util.spec_from_file_location("interpreted_triton_kernels", triton_kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        spec.loader.exec_module(module)
+    return module

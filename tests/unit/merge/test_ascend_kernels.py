@@ -1,4 +1,4 @@
-"""The kernel as triton-ascend compiles it for NPUs, down to Linalg: it moves tiles in bulk, in every variant.
+"""The kernels as triton-ascend compiles them for NPUs, down to Linalg: they move tiles in bulk, in every variant.
 
 The compiler lives in .venv-ascend, which scripts/setup_ascend_env.py makes; one process there compiles everything.
 """
@@ -31,6 +31,11 @@ DIRECTIONS = {"scatter": True, "gather": False}
 # Triton compiles anew for figures that are multiples of 16 or equal 1. `ids` and counts are exempt (do_not_specialize).
 FIGURES = {"odd": 33, "multiples of 16": 32, "ones": 1}
 BAD_TILE = 64
+LIST = "list"
+"""In the place of a direction: the kernel that copies tiles by a list."""
+TILE_LOADS, ROW_LOADS = 6, 4
+"""Figures of a tile that it reads, and of one that is a single row and so has no use for strides."""
+LISTED = {"any place": 1, "places at multiples of 16 bytes": 16}
 
 BAD = {
     "gather_elements": "marked DiscreteMemAccess",
@@ -62,6 +67,20 @@ def kernel_job(chip, element, direction, tile, figures):
     }
 
 
+def listed_job(chip, element, tile, align):
+    size = ELEMENTS[element]
+    constants = {"ALIGN": max(1, LISTED[align] // size), "BLOCK_ROWS": tile[0], "BLOCK_COLS": tile[1]}
+    return {
+        "file": triton_kernels.__file__,
+        "kernel": "copy_tiles",
+        "element": element,
+        "aligned": LISTED[align] > 1,
+        "arguments": {"tiles": FIGURES["odd"]} | constants,
+        "arch": chip,
+        "options": CHIPS[chip],
+    }
+
+
 def bad_job(chip, kernel):
     return {
         "file": str(BAD_KERNELS),
@@ -83,6 +102,11 @@ def compiled(tmp_path_factory):
         (chip, element, direction, *variant): kernel_job(chip, element, direction, *variant)
         for chip, element, direction in itertools.product(CHIPS, ELEMENTS, DIRECTIONS)
         for variant in variants(element)
+    }
+    jobs |= {
+        (chip, element, LIST, tile, align): listed_job(chip, element, tile, align)
+        for chip, element, align in itertools.product(CHIPS, ELEMENTS, LISTED)
+        for tile in triton_ops.tile_shapes(ELEMENTS[element])
     }
     jobs |= {(chip, kernel): bad_job(chip, kernel) for chip, kernel in itertools.product(CHIPS, BAD)}
     folder = tmp_path_factory.mktemp("ascend")
@@ -112,6 +136,19 @@ def test_every_variant_moves_tiles_in_bulk(compiled, chip, element, direction):
         assert "linalg" in result, f"tile {tile}, {figures}: {result['error']}"
         found = linalg.faults(result["linalg"], element, tile)
         assert not found, f"tile {tile}, {figures}: {found}\n{result['linalg']}"
+
+
+@pytest.mark.parametrize("align", LISTED)
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_tiles_by_list_are_moved_in_bulk(compiled, chip, element, align):
+    for tile in triton_ops.tile_shapes(ELEMENTS[element]):
+        result = compiled[chip, element, LIST, tile, align]
+        assert "linalg" in result, f"tile {tile}: {result['error']}"
+        found = linalg.faults(result["linalg"], element, tile, TILE_LOADS if tile[0] > 1 else ROW_LOADS)
+        assert not found, f"tile {tile}: {found}\n{result['linalg']}"
+        # Places and strides stay as wide as the list has them.
+        assert "arith.trunci" not in result["linalg"]
 
 
 @pytest.mark.parametrize("kernel", BAD)

@@ -4,7 +4,6 @@ Every test fills the whole memory of the destination with 0xFF, lets the launche
 each, and compares all bytes: neighbours, gaps and padding too.
 """
 
-import importlib.util
 import itertools
 import mmap
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from support import interpreted_kernels
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -22,20 +22,6 @@ from sglang_hetero.merge.checks import bit_view
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 POISON = 0xFF
 MAP_NORESERVE = 0x4000  # Linux; Python has no name for it
-
-
-def interpreted_kernels():
-    """A second copy of the kernel module whose kernel Triton's interpreter runs.
-
-    What a kernel becomes is decided when its decorator runs, so the knob is set while this copy is loaded, and only
-    then: SGLang's own kernels and the module's ordinary copy, which live in this process too, stay what they are.
-    """
-    spec = importlib.util.spec_from_file_location("interpreted_triton_kernels", triton_kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
-        spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+from sglang_hetero.layout import Item
 from sglang_hetero.transfer.engine.loopback import Gate
 from sglang_hetero.transfer.sources import SourceSet
 
@@ -12,20 +13,16 @@ class GatedAssembler:
     def __init__(self, inner, gate: Gate, nth: int = 0, before: bool = True) -> None:
         self._inner, self._gate, self._left, self._before = inner, gate, nth, before
 
-    def item(self, role, layer):
-        return self._inner.item(role, layer)
-
-    def merge_slot(self, *arguments) -> None:
-        self._inner.merge_slot(*arguments)
-
-    def merge_pages(self, *arguments) -> None:
-        stop = self._left == 0
-        self._left -= 1
-        if stop and self._before:
-            self._gate.pass_through()
-        self._inner.merge_pages(*arguments)
-        if stop and not self._before:
-            self._gate.pass_through()
+    def merge_batch(self, arena, pieces) -> None:
+        for piece in pieces:
+            paged = self._inner.item(piece.role, piece.layer) is Item.PAGE
+            stop = paged and self._left == 0
+            self._left -= paged
+            if stop and self._before:
+                self._gate.pass_through()
+            self._inner.merge_batch(arena, [piece])
+            if stop and not self._before:
+                self._gate.pass_through()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sglang_hetero.layout import Role
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.engine.loopback import Fault
 from sglang_hetero.transfer.pieces import StateMode
@@ -174,13 +175,15 @@ def test_a_flipped_byte_of_what_was_read_is_found_too(mode):
     with World(FOUR, (2, 1), verify=True, mode=mode) as world:
         request = world.start(1, TOKENS, 2)
 
-        def flip(inner=world.sets[0].assembler.merge_slot):
-            def merge_slot(role, layer, slots, areas):
-                areas[0][0] ^= 1
-                inner(role, layer, slots, areas)
+        def flip(inner=world.sets[0].assembler.merge_batch):
+            def merge_batch(arena, pieces):
+                for piece in pieces:
+                    if piece.role in (Role.CONV, Role.SSM):
+                        arena[piece.areas[0]] ^= 1
+                inner(arena, pieces)
 
-            return merge_slot
+            return merge_batch
 
-        world.sets[0].assembler.merge_slot = flip()
+        world.sets[0].assembler.merge_batch = flip()
         world.until(lambda: world.failed(request) or world.complete(request))
         assert world.failed(request), "a flipped byte of the linear state was not found"
