@@ -2,22 +2,36 @@
 
     python -m bench_serving.handoff
     python -m bench_serving.handoff --tokens 64,512 --rounds 9
-    python -m bench_serving.handoff --tokens 2048 --concurrency 4 --state pull --json out/handoff.json
+    python -m bench_serving.handoff --only layers --tokens 2048
+    python -m bench_serving.handoff --only paths --tokens 2048 --concurrency 4 --state pull --json out/handoff.json
 
 Two prefill ranks hand the caches of a prompt to one decode rank (P2/D1): geometry of Qwen3.5-2B, bf16, MTP on, pages of
-128 tokens, SGLang's own pools, queues and Mooncake engine over TCP in one process per rank (docs/harness.md). Nothing
-is sent before prefill has ended: all chunks of 8,192 tokens are handed over then, which is the worst case. Each
-request's pages are scattered over the pools.
+128 tokens, SGLang's own pools, queues and Mooncake engine over TCP in one process per rank (docs/harness.md). Each
+request's pages are scattered over the pools. Variants run in turn, in another order each round. Times are medians over
+the rounds, in milliseconds; ratios are medians of the ratios in each round. The parts:
 
-Variants, in turn and in another order each round:
-  upstream             SGLang's own path; `fails` where it does not pass the length
-  ours                 this package's path
-  bulk write           both prefill ranks write the same bytes, contiguous, with one call each (--piece)
-  bulk write + memcpy  that, and one thread copies them into place: the limit, ratio 1
+paths     Nothing is sent before prefill has ended: all chunks of 8,192 tokens are handed over then, the worst case.
+            upstream             SGLang's own path; `fails` where it does not pass the length
+            ours                 this package's path
+            bulk write           both prefill ranks write the same bytes, contiguous, with one call each (--piece)
+            bulk write + memcpy  that, and one thread copies them into place: the limit, ratio 1
+          The time of a transfer ends when decode's poll says Success, that of the limits with the last write or copy.
+          Descriptors and bytes are those of both prefill ranks.
+layers    Prefill computes: each layer waits for a timer, slower than the link, and what it has stored leaves while the
+          next ones run. Which share of the bytes had left before prefill's end, beside the share that was due (all
+          but the last layer and the draft of the last chunk), and the time from then until decode is ready:
+            prepush, push, pull  SGLANG_HETERO_STATE
+            at the end           prepush with SGLANG_HETERO_LAYERWISE=0
+            no state             prepush of the same model with next to no linear state; by how much longer the others
+                                 take is the exposed time of the state
+together  1, 4, 16 and 32 prompts at the same time, nothing sent before: bytes per second beside those of one.
+fair      A short prompt alone, and handed over right behind a long one.
+hooks     A forward pass with what tells us of its layers and without: time of the scheduler's thread.
 
-The time of a transfer ends when decode's poll says Success, that of the limits with the last write or copy. Times are
-medians over the rounds, in milliseconds; ratios are medians of the rounds' ratios to the limit. Descriptors and bytes
-are those of both prefill ranks.
+All processes share the cores of this machine. Engine, merge and TCP use them at the same time, so the figures of
+`paths` and `together` are those of the cores, not of a link; and in `layers` the timer leaves the cores to the
+hand-over, as an accelerator would, but for the storing of K and V, which is a copy on them. What else runs on the
+machine is in all of them.
 """
 
 import argparse
@@ -29,8 +43,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench_serving import handoff_load as load
+from bench_serving import handoff_overlap as overlap
 from bench_serving import handoff_run as run
-from bench_serving.handoff_run import LIMIT, OURS, UPSTREAM, VARIANTS, Bench, Failed, Row, Sample
+from bench_serving.handoff_run import LIMIT, OURS, UPSTREAM, VARIANTS, Bench, Failed, Row, Sample, order
 from sglang_hetero import models
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import flags
@@ -39,8 +55,9 @@ from tests.harness import Harness, HarnessError
 
 MODEL = "qwen35-2b-cache"
 TOKENS = (512, 2048, 8192, 18592)
-ROUNDS = 5
-STATES = ("prepush", "push", "pull")
+ROUNDS = 3
+STATES = overlap.STATES
+PATHS, LAYERS, TOGETHER, FAIR, HOOKS = PARTS = ("paths", "layers", "together", "fair", "hooks")
 STAGING_TOKENS = (1024, 18592)
 """Lengths after which the staging memory is read: it must not depend on them."""
 
@@ -50,11 +67,13 @@ def lengths(text: str) -> list[int]:
     return [flags.positive(part) for part in text.split(",")]
 
 
-def order(variants: Sequence[str], number: int) -> list[str]:
-    """Variants as they run in a round: each is the first one in turn, and every other round goes backwards."""
-    start = number % len(variants)
-    turned = [*variants[start:], *variants[:start]]
-    return turned[::-1] if number % 2 else turned
+def parts(text: str) -> list[str]:
+    """Parse `paths,layers`."""
+    chosen = text.split(",")
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(PARTS)}")
+    return [part for part in PARTS if part in chosen]
 
 
 def measure(bench: Any, tokens: int, rounds: int) -> Iterator[Row]:
@@ -98,8 +117,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def report(arguments: argparse.Namespace, rows: Sequence[Row], staging: dict[int, int]) -> dict[str, Any]:
-    """What goes into the JSON file."""
+def report(arguments: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """What goes into the JSON file; found: a value per part, and of `paths` two."""
     return {
         "model": MODEL,
         "prefill_tp": run.PREFILL_TP,
@@ -112,8 +131,7 @@ def report(arguments: argparse.Namespace, rows: Sequence[Row], staging: dict[int
         "concurrency": arguments.concurrency,
         "rounds": arguments.rounds,
         "cpus": len(os.sched_getaffinity(0)),
-        "staging_bytes": {str(tokens): size for tokens, size in staging.items()},
-        "results": [asdict(row) for row in rows],
+        **found,
     }
 
 
@@ -122,9 +140,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tokens", type=lengths, default=list(TOKENS), help=f"prompt lengths (default: {','.join(map(str, TOKENS))})"
     )
-    made.add_argument("--concurrency", type=flags.positive, default=1, help="prompts at the same time (default: 1)")
+    made.add_argument(
+        "--only", type=parts, default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
+    )
+    made.add_argument(
+        "--concurrency", type=flags.positive, default=1, help="paths: prompts at the same time (default: 1)"
+    )
     made.add_argument("--rounds", type=flags.positive, default=ROUNDS, help=f"(default: {ROUNDS})")
-    made.add_argument("--state", choices=STATES, default=STATES[0], help=f"SGLANG_HETERO_STATE (default: {STATES[0]})")
+    made.add_argument(
+        "--state", choices=STATES, default=STATES[0], help=f"paths: SGLANG_HETERO_STATE (default: {STATES[0]})"
+    )
     made.add_argument(
         "--piece",
         type=flags.positive,
@@ -138,38 +163,91 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parser().parse_args()
-    # Lengths for the staging check too, so that the arena is that of one server.
-    longest = max(*arguments.tokens, *STAGING_TOKENS)
-    shape = run.geometry(models.spec(MODEL), longest, arguments.concurrency)
+    found: dict[str, Any] = {}
+    print(f"{MODEL}, P{run.PREFILL_TP}/D{run.DECODE_TP}, {len(os.sched_getaffinity(0))} CPUs")
     try:
         raise_on_signals()
         _progress("starting the processes")
         with Harness() as harness:
-            environment = {"SGLANG_HETERO_STATE": arguments.state}
-            bench = Bench(harness, shape, arguments.concurrency, environment, arguments.piece << 10)
-            _progress(f"warm-up: {min(arguments.tokens)} tokens, every byte compared")
-            bench.warm_up(min(arguments.tokens))
-            rows = [row for tokens in arguments.tokens for row in measure(bench, tokens, arguments.rounds)]
-            staging = {tokens: _staging(bench, tokens) for tokens in STAGING_TOKENS}
+            if PATHS in arguments.only:
+                found |= _paths(harness, arguments)
+            if LAYERS in arguments.only or HOOKS in arguments.only:
+                found |= _passes(harness, arguments)
+            if TOGETHER in arguments.only or FAIR in arguments.only:
+                found |= _load(harness, arguments)
     except (HeteroError, HarnessError) as error:
         print(f"handoff: {error}", file=sys.stderr)
         return 1
     except Stopped:
         print("handoff: stopped", file=sys.stderr)
         return 1
-    print(f"{MODEL}, P{run.PREFILL_TP}/D{run.DECODE_TP}, {arguments.concurrency} at a time, state {arguments.state}")
-    print("\n".join(table(rows)))
-    for tokens, size in staging.items():
-        print(f"staging memory after {tokens:,} tokens: {size / (1 << 20):.0f} MiB")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report(arguments, rows, staging), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(report(arguments, found), indent=1) + "\n")
     return 0
+
+
+def _paths(harness: Harness, arguments: argparse.Namespace) -> dict[str, Any]:
+    # Lengths for the staging check too, so that the arena is that of one server.
+    longest = max(*arguments.tokens, *STAGING_TOKENS)
+    shape = run.geometry(models.spec(MODEL), longest, arguments.concurrency)
+    environment = {"SGLANG_HETERO_STATE": arguments.state}
+    bench = Bench(harness, shape, arguments.concurrency, environment, arguments.piece << 10)
+    _progress(f"warm-up: {min(arguments.tokens)} tokens, every byte compared")
+    bench.warm_up(min(arguments.tokens))
+    rows = [row for tokens in arguments.tokens for row in measure(bench, tokens, arguments.rounds)]
+    staging = {tokens: _staging(bench, tokens) for tokens in STAGING_TOKENS}
+    bench.close()
+    _print(f"paths: {arguments.concurrency} at a time, state {arguments.state}", *table(rows))
+    for tokens, size in staging.items():
+        _print(f"staging memory after {tokens:,} tokens: {size / (1 << 20):.0f} MiB")
+    return {
+        "staging_bytes": {str(tokens): size for tokens, size in staging.items()},
+        "results": [asdict(row) for row in rows],
+    }
+
+
+def _passes(harness: Harness, arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    shape = run.geometry(models.spec(MODEL), max(*arguments.tokens, overlap.HOOK_TOKENS), 1)
+    bench = overlap.Bench(harness, shape, min(arguments.tokens))
+    if LAYERS in arguments.only:
+        rows = [
+            row for tokens in arguments.tokens for row in overlap.measure(bench, tokens, arguments.rounds, _progress)
+        ]
+        _print("layers:", *overlap.table(rows))
+        found[LAYERS] = [asdict(row) for row in rows]
+    if HOOKS in arguments.only:
+        cost = overlap.hooks(bench)
+        _print(*overlap.hook_lines(cost))
+        found[HOOKS] = asdict(cost) | {"cpu_us": cost.cpu_us, "pass_ms": cost.pass_ms}
+    bench.close()
+    return found
+
+
+def _load(harness: Harness, arguments: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    bench = load.Bench(harness, lambda tokens, requests: run.geometry(models.spec(MODEL), tokens, requests))
+    if TOGETHER in arguments.only:
+        rows = load.throughput(bench, arguments.rounds, _progress)
+        _print("together:", *load.throughput_lines(rows))
+        found[TOGETHER] = [asdict(row) for row in rows]
+        bench.close()
+    if FAIR in arguments.only:
+        fair = load.fairness(bench, arguments.rounds, _progress)
+        _print("fair:", *load.fairness_lines(fair))
+        found[FAIR] = asdict(fair)
+        bench.close()
+    return found
 
 
 def _staging(bench: Bench, tokens: int) -> int:
     bench.sample(OURS, tokens)
     return bench.staging_bytes
+
+
+def _print(*lines: str) -> None:
+    print("\n".join(lines), flush=True)
 
 
 def _progress(line: str) -> None:

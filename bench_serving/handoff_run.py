@@ -11,6 +11,7 @@ from sglang_hetero.errors import HeteroError
 from sglang_hetero.models.specs import ModelSpec
 from tests.harness import Geometry, Harness, Leftovers, Pair
 from tests.harness.flow import SUCCESS, Flow, Handoff, Journey, Step
+from tests.harness.geometry import ITEMSIZE
 from tests.harness.processes import call_all
 
 PREFILL_TP, DECODE_TP = 2, 1
@@ -66,6 +67,8 @@ class AtOnce(Flow):
     """All chunks of all requests are handed over when the last prefill has ended, and the time until ready is taken."""
 
     seconds = 0.0
+    each: Sequence[float] = ()
+    """The same by request, in order."""
 
     def _send(self) -> bool:
         running = [journey for journey in self.under_way if journey.prefill is Step.CHUNKS]
@@ -82,7 +85,8 @@ class AtOnce(Flow):
         for journey, *of_ranks in zip(running, *ends, strict=True):
             if any(poll != SUCCESS for poll, _ in of_ranks):
                 raise Failed(f"a prompt of {journey.handoff.tokens} tokens did not arrive")
-        self.seconds = max(moment for of_rank in ends for _, moment in of_rank) - when
+        self.each = [max(moment for _, moment in of_ranks) - when for of_ranks in zip(*ends, strict=True)]
+        self.seconds = max(self.each)
         return True
 
 
@@ -140,6 +144,12 @@ class Bench:
         if variant == OURS:
             return self._transfer(tokens)
         return self._bulk(tokens, copy=variant == BULK_COPY)
+
+    def close(self) -> None:
+        """End the processes, and with them their memory."""
+        self._ours.close()
+        if self._stock is not None:
+            self._stock.close()
 
     def _pair(self, environment: Mapping[str, str]) -> Pair:
         pair = self._harness.pair(
@@ -214,10 +224,22 @@ def chunk_ends(tokens: int) -> list[int]:
     return [*range(CHUNK, tokens, CHUNK), tokens]
 
 
+def order(variants: Sequence[str], number: int) -> list[str]:
+    """Variants as they run in a round: each is the first one in turn, and every other round goes backwards."""
+    start = number % len(variants)
+    turned = [*variants[start:], *variants[:start]]
+    return turned[::-1] if number % 2 else turned
+
+
+def kv_bytes(shape: Geometry, layers: int) -> int:
+    """Bytes of one token's K and V in so many layers."""
+    return 2 * layers * shape.kv_heads * shape.head_dim * ITEMSIZE[shape.kv_dtype]
+
+
 def cache_bytes(shape: Geometry, tokens: int) -> int:
-    """Bytes of one request's caches: K and V of its tokens, conv windows and states; 2 bytes a number, states 4."""
-    half, full = 2, 4
-    kv = 2 * (len(shape.full_attention_layers) + len(shape.draft_layers)) * shape.kv_heads * shape.head_dim * half
+    """Bytes of one request's caches: K and V of its tokens, conv windows and states."""
+    half, full = ITEMSIZE[shape.conv_dtype], ITEMSIZE[shape.ssm_dtype]
+    kv = kv_bytes(shape, len(shape.full_attention_layers) + len(shape.draft_layers))
     channels = sum(segment.heads * segment.head_width for segment in shape.conv_segments)
     state = shape.linear_value_heads * shape.linear_value_dim * shape.linear_key_dim * full
     return tokens * kv + len(shape.linear_layers) * (channels * shape.live_window * half + state)

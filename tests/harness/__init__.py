@@ -13,12 +13,14 @@ from .geometry import Geometry
 from .harness import Harness
 from .oracle import Component
 from .pair import Pair, Result
+from .sides import Forward
 
 __all__ = [
     "Abort",
     "Component",
     "ConvLayout",
     "Difference",
+    "Forward",
     "Geometry",
     "Handoff",
     "Harness",

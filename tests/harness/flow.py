@@ -2,11 +2,15 @@
 
 A turn polls every request that is under way and takes each one step. The harness stands in for the all-reduce of the
 polls: a side has a state when all its ranks have it, and has failed when one has.
+
+Chunks are filled in at once, or prefill runs forward passes (replay.py): then its ranks are busy with one batch at a
+time, while decode goes on.
 """
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,12 +19,12 @@ from . import oracle
 from .errors import HarnessError, HarnessTimeout
 from .expectation import Placement
 from .processes import RankProcess, call_all
-from .sides import Request
+from .sides import Forward, Request, Turn
 
 POLL_SECONDS = 0.002
 PHASE_SECONDS = 60.0
 """Limit of each phase: building the ranks, and all handoffs of a call."""
-FAILED, WAITING_FOR_INPUT, SUCCESS = 0, 2, 4
+FAILED, BOOTSTRAPPING, WAITING_FOR_INPUT, SUCCESS = 0, 1, 2, 4
 """SGLang's KVPoll (disaggregation/base/conn.py), kept here so that a test process imports no SGLang."""
 
 
@@ -36,12 +40,14 @@ class Abort:
     """The client goes away: SGLang tells all ranks of one side to abort the request.
 
     It happens as soon as `chunks` chunks have been sent, and `turns` turns of the schedulers later. If the side has
-    ended by then nothing happens.
+    ended by then nothing happens. With forward passes `running` waits until the pass of the next chunk runs; prefill's
+    scheduler looks at it when the pass has ended.
     """
 
     on: On
     chunks: int = 0
     turns: int = 0
+    running: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class Handoff:
     """One prompt to hand over: `tokens` tokens in `chunks` chunks, contents made from `seed`.
 
     `prefill` and `decode` are numbers: which of the pair's prefill sides, which attention-DP rank of decode.
+    `bound_after`: decode hears of the prompt when so many of its chunks have been run; prefill runs them without, as
+    with SGLang's optimistic prefill. `told_after`: of a handshake that is done prefill's scheduler learns after so many
+    of them, as where one of its ranks has not heard of it. With forward passes only.
     """
 
     tokens: int
@@ -57,6 +66,8 @@ class Handoff:
     prefill: int = 0
     decode: int = 0
     abort: Abort | None = None
+    bound_after: int = 0
+    told_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,9 +120,18 @@ class Journey:
     prefill: Step = Step.HANDSHAKE
     decode: Step = Step.HANDSHAKE
     sent: int = 0
+    """Chunks that have been sent or, with forward passes, run."""
+    running: bool = False
+    """A forward pass of its next chunk is under way."""
+    opened: bool = False
+    """Decode has heard of it."""
+    unbound: bool = False
+    """Prefill has run a part of it, or all, before its handshake was done."""
     prefill_reasons: tuple[str, ...] = ()
     decode_reasons: tuple[str, ...] = ()
     placed: dict[On, Placement] = field(default_factory=dict)
+    ran: float = 0.0
+    """When the layers of its last chunk had run, by time.monotonic."""
 
     @property
     def room(self) -> int:
@@ -127,20 +147,36 @@ class Journey:
         )
 
 
+@dataclass
+class Loop:
+    """Where the scheduler loop of a prefill side is."""
+
+    ranks: Sequence[RankProcess]
+    busy: bool = False
+    batch: list[Journey] = field(default_factory=list)
+    """Of the round that runs, or of the last one."""
+
+
 class Flow:
     """Takes requests through both sides, each one as far as it can go."""
 
-    def __init__(self, journeys: Sequence[Journey]) -> None:
+    def __init__(self, journeys: Sequence[Journey], forwards: Sequence[Forward] = ()) -> None:
+        """forwards: how prefill runs its forward passes, in turn; none: chunks are filled in at once."""
         self.journeys = journeys
         self.under_way = list(journeys)
+        self.overlap = any(forward.overlap for forward in forwards)
+        self._forwards = itertools.cycle(forwards) if forwards else None
+        self.turns: list[list[Turn]] = []
+        """What the ranks of a side say of each round with forward passes."""
+        self._loops = {id(ranks): Loop(ranks) for ranks, _ in _by_ranks(journeys, On.PREFILL)}
 
     def run(self) -> None:
         """Until every request has ended on both sides. Raises HarnessTimeout, CommandFailed or RankDied."""
         deadline = time.monotonic() + PHASE_SECONDS
-        for on in On:
-            for ranks, journeys in _by_ranks(self.journeys, on):
-                call_all(ranks, "open", [journey.request for journey in journeys])
-        while self.under_way:
+        for ranks, journeys in _by_ranks(self.journeys, On.PREFILL):
+            call_all(ranks, "open", [journey.request for journey in journeys])
+        while self.under_way or self._busy():
+            self._open()
             self._abort()
             progress = [self._prefill(), self._decode(), self._drain(), self._send()]
             self.under_way = [journey for journey in self.under_way if not journey.ended]
@@ -149,17 +185,30 @@ class Flow:
             if not any(progress):
                 time.sleep(POLL_SECONDS)
 
+    def _open(self) -> None:
+        late = [journey for journey in self.under_way if not journey.opened]
+        for ranks, journeys in _by_ranks(late, On.DECODE):
+            opened = [journey for journey in journeys if journey.sent >= journey.handoff.bound_after]
+            if opened:
+                call_all(ranks, "open", [journey.request for journey in opened])
+            for journey in opened:
+                journey.opened = True
+
     def _abort(self) -> None:
         for journey in self.under_way:
             abort = journey.handoff.abort
             if abort is None or journey.abort_in is None or journey.sent < abort.chunks:
+                continue
+            if abort.running and journey.sent == abort.chunks and not journey.running:
+                continue
+            if abort.on is On.PREFILL and self._loops[id(journey.prefill_ranks)].busy:
                 continue
             journey.abort_in -= 1
             if journey.abort_in >= 0:
                 continue
             journey.abort_in = None
             if abort.on is On.DECODE:
-                if journey.decode in POLLED:
+                if journey.opened and journey.decode in POLLED:
                     call_all(journey.decode_ranks, "abort", journey.room)
             elif journey.prefill in POLLED:
                 call_all(journey.prefill_ranks, "abort", journey.room)
@@ -170,15 +219,24 @@ class Flow:
     def _prefill(self) -> bool:
         moved = False
         for ranks, journeys in _by_ranks(self.under_way, On.PREFILL):
+            if self._loops[id(ranks)].busy:
+                continue
             ready = []
             for journey, poll in _polls(ranks, [each for each in journeys if each.prefill in POLLED]):
                 if poll == FAILED or (poll == SUCCESS and journey.prefill is Step.TRANSFER):
                     journey.prefill_reasons = _told(call_all(ranks, "conclude", journey.room, poll == FAILED))
                     journey.prefill = Step.FAILED if poll == FAILED else Step.SUCCEEDED
                     moved = True
-                elif poll == WAITING_FOR_INPUT and journey.prefill is Step.HANDSHAKE:
-                    ready.append(journey)
-            for journey in _admit(ranks, ready):
+                elif journey.prefill is Step.HANDSHAKE:
+                    handoff = journey.handoff
+                    journey.unbound = handoff.told_after > 0 or (poll == BOOTSTRAPPING and handoff.bound_after > 0)
+                    if poll == WAITING_FOR_INPUT or journey.unbound:
+                        ready.append(journey)
+                elif journey.unbound and poll == WAITING_FOR_INPUT and journey.sent >= journey.handoff.told_after:
+                    call_all(ranks, "bind", journey.room)
+                    journey.unbound = False
+                    moved = True
+            for journey in _admit(ranks, ready, [each.room for each in ready if each.unbound]):
                 journey.prefill = Step.CHUNKS
                 journey.placed[On.PREFILL] = _placement(ranks, journey.room)
                 moved = True
@@ -188,7 +246,7 @@ class Flow:
         moved = False
         for ranks, journeys in _by_ranks(self.under_way, On.DECODE):
             ready = []
-            for journey, poll in _polls(ranks, [each for each in journeys if each.decode in POLLED]):
+            for journey, poll in _polls(ranks, [each for each in journeys if each.opened and each.decode in POLLED]):
                 if poll == FAILED:
                     reasons, held = zip(*call_all(ranks, "fail", journey.room), strict=True)
                     journey.decode_reasons = _told(reasons)
@@ -228,6 +286,9 @@ class Flow:
     def _send(self) -> bool:
         """The next chunk of every request that prefill runs. A request that has failed meanwhile gets its chunks, too:
         prefill looks at it after the last one."""
+        if self._forwards is not None:
+            moved = [self._round(loop, self._forwards) for loop in self._loops.values()]
+            return any(moved)
         running = [journey for journey in self.under_way if journey.prefill is Step.CHUNKS]
         for journey in running:
             call_all(journey.prefill_ranks, "send_chunk", journey.room, journey.chunks.popleft())
@@ -235,6 +296,53 @@ class Flow:
             if not journey.chunks:
                 journey.prefill = Step.TRANSFER
         return bool(running)
+
+    def _round(self, loop: Loop, forwards: Iterator[Forward]) -> bool:
+        """The next round of a prefill side's loop, when the last one has ended."""
+        if loop.busy:
+            if not all(rank.answered() for rank in loop.ranks):
+                return False
+            self._end_round(loop)
+            return True  # clients' aborts are looked at between two rounds
+        running = [each for each in self.under_way if each.prefill_ranks is loop.ranks and each.chunks]
+        batch = made_batch([journey for journey in running if journey.prefill is Step.CHUNKS])
+        # With overlap the last batch is handed over in the round after it, also if that has no batch.
+        if not batch and not (self.overlap and loop.batch):
+            return False
+        bound = self._bound(loop, [journey for journey in running if journey.unbound and journey.sent])
+        forward = next(forwards)
+        for rank in loop.ranks:
+            rank.start("turn", [(each.room, each.chunks[0]) for each in batch], forward, bound)
+        loop.busy, loop.batch = True, batch
+        for journey in batch:
+            journey.chunks.popleft()
+            journey.running = True
+        return True
+
+    def _bound(self, loop: Loop, unbound: Sequence[Journey]) -> list[int]:
+        """Rooms of which prefill's scheduler learns now that decode has bound them."""
+        late = [journey for journey in unbound if journey.sent >= journey.handoff.told_after]
+        return [journey.room for journey, poll in _polls(loop.ranks, late) if poll == WAITING_FOR_INPUT]
+
+    def _end_round(self, loop: Loop) -> None:
+        deadline = time.monotonic() + PHASE_SECONDS
+        turns: list[Turn] = [rank.result("turn", deadline) for rank in loop.ranks]
+        loop.busy = False
+        self.turns.append(turns)
+        if any(turn.handed_over != turns[0].handed_over for turn in turns):
+            raise HarnessError(f"the ranks of one side hand over other requests: {turns}")
+        for journey in loop.batch:
+            journey.sent += 1
+            journey.running = False
+            if not journey.chunks:
+                journey.ran = max(turn.ended for turn in turns)
+        for journey in self.under_way:
+            if journey.prefill is Step.CHUNKS and journey.room in turns[0].handed_over:
+                journey.prefill = Step.TRANSFER
+
+    def _busy(self) -> bool:
+        """Whether a round runs, or one is owed to a batch whose requests have all ended."""
+        return any(loop.busy or (self.overlap and loop.batch) for loop in self._loops.values())
 
     def _stuck(self) -> str:
         states = {journey.room: (journey.prefill.value, journey.decode.value) for journey in self.under_way}
@@ -271,6 +379,17 @@ def _by_ranks(journeys: Sequence[Journey], on: On) -> list[tuple[Sequence[RankPr
     return list(groups.values())
 
 
+def made_batch(running: Sequence[Journey]) -> list[Journey]:
+    """As SGLang makes one: the prompt that has been begun first, and one at most that does not end with its chunk."""
+    batch, goes_on = [], False
+    for journey in sorted(running, key=lambda each: not each.sent):
+        last = len(journey.chunks) == 1
+        if last or not goes_on:
+            batch.append(journey)
+            goes_on = goes_on or not last
+    return batch
+
+
 def _polls(ranks: Sequence[RankProcess], journeys: Sequence[Journey]) -> list[tuple[Journey, int]]:
     if not journeys:
         return []
@@ -278,11 +397,11 @@ def _polls(ranks: Sequence[RankProcess], journeys: Sequence[Journey]) -> list[tu
     return [(each, min(poll)) for each, poll in zip(journeys, polls, strict=True)]
 
 
-def _admit(ranks: Sequence[RankProcess], ready: Sequence[Journey]) -> list[Journey]:
-    """Those that got their memory; the others stay where they are until some is free."""
+def _admit(ranks: Sequence[RankProcess], ready: Sequence[Journey], *unbound: Sequence[int]) -> list[Journey]:
+    """Those that got their memory; the others stay where they are until some is free. `unbound`: prefill's only."""
     if not ready:
         return []
-    first, *others = call_all(ranks, "admit", [each.room for each in ready])
+    first, *others = call_all(ranks, "admit", [each.room for each in ready], *unbound)
     if any(other != first for other in others):
         raise HarnessError(f"the ranks of one side admit other requests: {[first, *others]}")
     return [each for each in ready if each.room in first]

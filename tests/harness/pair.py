@@ -18,7 +18,7 @@ from .expectation import Leftovers, Placement
 from .flow import Flow, Handoff, On, Outcome, Step
 from .geometry import Geometry
 from .processes import RankProcess, ZygoteProcess, call_all
-from .sides import LOOPBACK, Request, Shard, Side
+from .sides import LOOPBACK, Forward, Request, Shard, Side
 
 STATE, COUNTERS = "hetero_state", "hetero_counters"
 """What a manager of this package tells of itself: what it holds, and what it has sent."""
@@ -40,6 +40,8 @@ class Result:
     """Where the requests were that arrived."""
     seconds: float
     """From the first request to the last end, comparison not included."""
+    early_bytes: int = 0
+    """Those that left prefill while a forward pass ran."""
 
     @property
     def succeeded(self) -> bool:
@@ -69,7 +71,8 @@ class Pair:
     """Prefill sides, each with its bootstrap server, and decode sides; a Handoff says which it takes.
 
     prefill_tp: TP size of each prefill side. decode_dp: attention-DP ranks of decode, each of TP `decode_tp` and a
-    decode side of its own here. decode_env: of all decode sides, or several for as many decode servers.
+    decode side of its own here. decode_env: of all decode sides, or several for as many decode servers. forward:
+    prefill runs forward passes in this way, instead of filling its caches in at once.
     """
 
     def __init__(
@@ -86,12 +89,14 @@ class Pair:
         seed: int = 0,
         prefill_env: Environment | None = None,
         decode_env: Environment | Sequence[Environment] | None = None,
+        forward: Forward | None = None,
     ) -> None:
         decode_geometry = decode_geometry or geometry
         for tp in prefill_tp:
             geometry.check_tp(tp)
         decode_geometry.check_tp(decode_tp)
         started = time.monotonic()
+        self.forwards = [forward] if forward else []
         self._rooms = itertools.count(1)
         self._zygote = zygote
         self.bootstraps: list[RankProcess] = []
@@ -145,8 +150,11 @@ class Pair:
         handoffs: Sequence[Handoff],
         leftovers: Leftovers = Leftovers.COPIED,
         before_compare: Callable[["Pair", Result], None] | None = None,
+        forward: Forward | Sequence[Forward] = (),
     ) -> Result:
         """Hand requests over at the same time, chunks in turns, and compare the decode side.
+
+        With `forward` prefill runs its forward passes in that way, or in those in turn; else in the pair's own way.
 
         Memory of a request that failed is overwritten when it is released, so that whoever writes there later shows.
         `before_compare` may touch the decode ranks between the transfer and the comparison; its Result has no outcomes
@@ -156,7 +164,8 @@ class Pair:
         call_all(self.ranks, "poison")
         started = time.monotonic()
         journeys = [self.journey(handoff) for handoff in handoffs]
-        Flow(journeys).run()
+        way = Flow(journeys, [forward] if isinstance(forward, Forward) else (forward or self.forwards))
+        way.run()
         arrived = [each for each in journeys if each.decode is Step.SUCCEEDED]
         result = Result(
             outcomes=(),
@@ -164,6 +173,7 @@ class Pair:
             prefill=tuple(each.placed[On.PREFILL] for each in arrived),
             decode=tuple(each.placed[On.DECODE] for each in arrived),
             seconds=time.monotonic() - started,
+            early_bytes=sum(turn.early_bytes for turns in way.turns for turn in turns),
         )
         if before_compare is not None:
             before_compare(self, result)

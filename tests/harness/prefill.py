@@ -9,13 +9,16 @@ from . import expectation, oracle
 from .expectation import PAGED, Placement
 from .oracle import Bits, Component
 from .rank import Live, Rank, failure
-from .sides import Request
+from .replay import WAITING_FOR_INPUT, Replay
+from .sides import Forward, Request, Turn
 
 
 class PrefillRank(Rank):
     """A prefill rank; its `poll` is the sender's."""
 
     poison_byte = oracle.SOURCE_POISON
+    replay_class = Replay
+    _replay: Replay | None = None
 
     @property
     def queue(self) -> Any:
@@ -38,16 +41,18 @@ class PrefillRank(Rank):
         """KVPoll of each request's sender on this rank."""
         return [int(self.live[room].req.disagg_kv_sender.poll()) for room in rooms]
 
-    def admit(self, rooms: Sequence[int]) -> list[int]:
+    def admit(self, rooms: Sequence[int], unbound: Sequence[int]) -> list[int]:
         """Bootstrap is done on all ranks: take an aux row, tell the sender its number of pages, take the memory.
 
+        With those that are `unbound` it is not, as in SGLang's optimistic prefill: the sender is told later.
         Returns the rooms for which there was enough, in order; the others have to wait.
         """
         for index, room in enumerate(rooms):
             live = self.live[room]
             if not self._fits(live.request):
                 return list(rooms[:index])
-            if not self.queue.finalize_bootstrap(live.req):
+            take = self.queue.ensure_metadata_buffer if room in unbound else self.queue.finalize_bootstrap
+            if not take(live.req):
                 raise RuntimeError("no aux row is free")
             self.queue.queue.remove(live.req)
             self._allocate(live)
@@ -69,6 +74,7 @@ class PrefillRank(Rank):
         """Hand the chunk that ends there over (prefill.py, send_kv_chunk)."""
         live = self.live[room]
         last = end == live.request.tokens
+        self.locate(live, end)
         live.req.extend_end = end
         if last:
             self._sample(live)
@@ -80,6 +86,21 @@ class PrefillRank(Rank):
         self.fill(room, end)
         self.send(room, end)
 
+    def turn(self, chunks: Sequence[tuple[int, int]], forward: Forward, bound: Sequence[int] = ()) -> Turn:
+        """One round of the scheduler's loop with a batch of chunks (room, end), or without one.
+
+        bound: of the rooms that run without their handshake, those whose handshake is done now on all ranks.
+        """
+        if self._replay is None:
+            self._replay = self.replay_class(self)
+        return self._replay.turn(chunks, forward, bound)
+
+    def bind(self, room: int) -> None:
+        """The handshake of a request that has run without is done (process_disagg_prefill_inflight_queue)."""
+        req = self.live[room].req
+        if req.pending_bootstrap and self.scheduler.handle_pending_bootstrap(req, WAITING_FOR_INPUT):
+            self.scheduler.send_kv_chunk(req, last_chunk=True)
+
     def abort(self, room: int) -> None:
         """AbortReq for a request that waits for its bootstrap or for its transfer (scheduler.py, abort_request)."""
         self.live[room].req.disagg_kv_sender.abort()
@@ -87,6 +108,8 @@ class PrefillRank(Rank):
     def retire(self, room: int) -> str:
         """AbortReq between two chunks: the memory is free at once (scheduler.py, the end of a chunked request)."""
         live = self.live.pop(room)
+        if self._replay is not None:
+            self._replay.forget(live)
         self.scheduler.clear_pending_chunk_send(live.req)
         live.req.disagg_kv_sender.abort()
         self._end(live)
@@ -115,6 +138,7 @@ class PrefillRank(Rank):
         if live.req.metadata_buffer_index >= 0:
             self.scheduler.req_to_metadata_buffer_idx_allocator.free(live.req.metadata_buffer_index)
             self._poison_aux_row(live.req.metadata_buffer_index)
+            live.req.metadata_buffer_index = -1
 
     def _aux_row(self, live: Live) -> int:
         return int(live.req.metadata_buffer_index)
@@ -126,9 +150,17 @@ class PrefillRank(Rank):
         locations = pools.allocator.alloc(-(-live.request.tokens // page_size) * page_size)
         if locations is None:
             raise RuntimeError(f"no pages are free for {live.request}")
-        row = live.req.kv.req_pool_idx
-        pools.requests.write((row, slice(0, live.request.tokens)), locations[: live.request.tokens].int())
+        live.locations = locations[: live.request.tokens]
         live.req.kv.kv_allocated_len = live.request.tokens
+
+    def locate(self, live: Live, end: int) -> None:
+        """Say where the tokens up to `end` are. SGLang does so chunk by chunk: until then the row is an earlier
+        request's."""
+        start = live.req.prefix_len
+        self.pools.requests.write((live.req.kv.req_pool_idx, slice(start, end)), live.locations[start:end].int())
+
+    def _locations(self, live: Live) -> Any:
+        return live.locations
 
     def _write_pages(self, buffer: expectation.Buffer, view: Bits, placement: Placement, start: int, end: int) -> None:
         positions = np.arange(start, end)

@@ -85,6 +85,10 @@ class RankProcess:
             raise CommandFailed(f"{self.name}: {command} failed\n{error}\n{self.log_tail()}")
         return value
 
+    def answered(self) -> bool:
+        """Whether `result` would return at once: the rank has answered, or it has ended."""
+        return self._connection.poll()
+
     def call(self, command: str, *arguments: Any, seconds: float = COMMAND_SECONDS) -> Any:
         """Run one command and wait for it."""
         self.start(command, *arguments)

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 
-from . import Geometry, Handoff, Leftovers, Pair, Result
+from . import Forward, Geometry, Handoff, Leftovers, Pair, Result
 
 OFF = {"SGLANG_HETERO": "off"}
 """Our package, switched off: SGLang's own path, with the conv axis repaired."""
 STOCK = {"SGLANG_HETERO_TEST_STOCK": "1"}
 """SGLang without our package, but for what its CPU path needs."""
 ALWAYS = {"SGLANG_HETERO": "always"}
+PREPUSH = {"SGLANG_HETERO_STATE": "prepush"}
 PUSH = {"SGLANG_HETERO_STATE": "push"}
 PULL = {"SGLANG_HETERO_STATE": "pull"}
 PULL_IN_TURN = {**PULL, "SGLANG_HETERO_PARALLEL_SHARD_PULL": "0"}
+AT_THE_END = {"SGLANG_HETERO_LAYERWISE": "0"}
+"""On prefill: nothing is sent before a chunk's end."""
 VERIFY = {"SGLANG_HETERO_VERIFY": "1"}
 
 SCARCE = {"SGLANG_HETERO_WINDOW": "2", "SGLANG_HETERO_STAGING_MB": "8"}
@@ -35,9 +38,9 @@ def around_pages(page_size: int, seed: int = 0, decode: int = 0) -> list[Handoff
     ]
 
 
-def check(pair: Pair, handoffs: Sequence[Handoff]) -> Result:
+def check(pair: Pair, handoffs: Sequence[Handoff], forward: Forward | Sequence[Forward] = ()) -> Result:
     """Hand over; every request arrives and every byte is right, also those that must not be written."""
-    result = pair.handoff_many(handoffs, leftovers=Leftovers.UNTOUCHED)
+    result = pair.handoff_many(handoffs, leftovers=Leftovers.UNTOUCHED, forward=forward)
     assert result.succeeded, [outcome.reasons for outcome in result.outcomes]
     assert not result.differences, [str(difference) for difference in result.differences]
     return result

@@ -31,6 +31,8 @@ class Live:
     """Of a failed request on decode: when its memory is free even if prefill has not drained."""
     written: int = 0
     """Prompt positions whose KV the prefill rank has filled in."""
+    locations: Any = None
+    """On prefill: where each token of the prompt has its KV, `[tokens]`."""
 
 
 class Rank:
@@ -109,7 +111,7 @@ class Rank:
         return free["pages"] >= wanted and min(free["rows"], free["slots"], free["aux rows"]) > 0
 
     def _placement(self, live: Live) -> Placement:
-        row = self.pools.requests.req_to_token[live.req.kv.req_pool_idx, : live.request.tokens].numpy()
+        row = self._locations(live).numpy()
         return Placement(
             room=live.request.room,
             seed=live.request.seed,
@@ -121,6 +123,10 @@ class Rank:
 
     def _aux_row(self, live: Live) -> int:
         raise NotImplementedError
+
+    def _locations(self, live: Live) -> Any:
+        """Where each token of the prompt has its KV, `[tokens]`."""
+        return self.pools.requests.req_to_token[live.req.kv.req_pool_idx, : live.request.tokens]
 
     def _new_req(self, request: Request) -> Any:
         from sglang.srt.managers.schedule_batch import Req
@@ -149,7 +155,7 @@ class Rank:
             if buffer.component is not Component.AUX:
                 view[list(placement.items(buffer.component))] = expectation.untouched(buffer, self.poison_byte)
         page_size = self.shard.geometry.page_size
-        tokens = pools.requests.req_to_token[req.kv.req_pool_idx, : live.request.tokens]
+        tokens = self._locations(live)
         pools.allocator.free(tokens[::page_size].long() // page_size * page_size)
         if self._hybrid:
             pools.requests.free_mamba_cache(req)

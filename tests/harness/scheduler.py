@@ -16,6 +16,8 @@ from .sides import LOOPBACK, Shard, Side
 TOPOLOGY_SECONDS = 10.0
 """How long a decode rank asks the bootstrap server for a topology that all prefill ranks have registered in."""
 TOPOLOGY_RETRY_SECONDS = 0.02
+VOCABULARY = 1 << 16
+"""Tokens of the model; oracle.first_token is one of them."""
 
 
 @dataclass
@@ -79,6 +81,7 @@ def model_config(shard: Shard) -> SimpleNamespace:
         num_hidden_layers=geometry.layers,
         get_total_num_kv_heads=lambda: geometry.kv_heads,
         dtype=geometry.kv_dtype,
+        vocab_size=VOCABULARY,
         hf_config=config,
         hf_text_config=config,
     )
@@ -118,11 +121,14 @@ def text_config(geometry: Geometry) -> SimpleNamespace:
 
 def build(shard: Shard, side: Side) -> Any:
     """A prefill or decode scheduler with real pools and queues, ready for requests."""
-    from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
     from sglang.srt.disaggregation.utils import DisaggregationMode, ReqToMetadataIdxAllocator, TransferBackend
+    from sglang.srt.managers import scheduler as upstream
 
-    class Scheduler(SchedulerDisaggregationPrefillMixin):  # type: ignore[misc]
-        """Attributes only; the methods are the mixin's."""
+    class Scheduler(upstream.Scheduler):  # type: ignore[misc]
+        """SGLang's methods on attributes that are set here and, for forward passes, in replay.py."""
+
+        def __init__(self) -> None:
+            pass
 
     geometry = shard.geometry
     server_args = publish(shard, side)
@@ -150,9 +156,12 @@ def build(shard: Shard, side: Side) -> Any:
         maybe_hand_to_session=lambda request: None,
         supports_mamba=lambda: bool(geometry.linear_layers),
         claim_kv_row=None,
+        checkpoint=lambda request, up_to: None,
+        finish=lambda handle, outcome: None,
     )
     # Where SGLang streams the error of a request that it refuses.
     scheduler.output_streamer = SimpleNamespace(stream_output=lambda requests, return_logprob: None)
+    scheduler.disaggregation_mode = DisaggregationMode(side.mode)
     scheduler.transfer_backend = TransferBackend(side.backend)
     scheduler.kv_shard_widening = 1
     scheduler.random_seed = 0

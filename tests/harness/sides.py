@@ -44,3 +44,35 @@ class Request:
     seed: int
     bootstrap_port: int = NO_BOOTSTRAP
     """Of the prefill side that it goes to."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How the forward passes of prefill are replayed (replay.py)."""
+
+    layer_seconds: float = 0.0
+    """Time of each layer, the draft's included."""
+    overlap: bool = False
+    """The order of SGLang's overlap schedule: a batch is handed over when the next one has been run."""
+    hidden: frozenset[int] = frozenset()
+    """Layers that store without a function of SGLang, as in the replay of a graph."""
+    parts: int = 1
+    """Calls of `set_kv_buffer` with which an attention layer stores its tokens, as where a batch runs in halves."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one round of a prefill rank's loop has done."""
+
+    handed_over: tuple[int, ...]
+    """Rooms whose last chunk has been handed over."""
+    early_bytes: int
+    """Bytes that have left the rank while the layers of this round ran, its own chunks' and earlier ones'."""
+    sent_bytes: int
+    """All that had left the rank since it was made when the layers had run."""
+    ended: float
+    """When the layers had run, by time.monotonic."""
+    seconds: float
+    """That SGLang's run_batch took, without the timer's waits."""
+    cpu_seconds: float
+    """Of those, the scheduler thread's own computing."""

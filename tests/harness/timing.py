@@ -5,10 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from . import pools
 from .decode import DecodeRank
+from .expectation import Buffer
+from .oracle import Bits
 from .prefill import PrefillRank
+from .rank import Live
+from .replay import WAITING_FOR_INPUT, Replay
 
 POLL_SECONDS = 0.0005
 """Between two polls of a scheduler that has nothing else to do."""
@@ -61,8 +66,28 @@ class Bulk:
         return time.monotonic() - started
 
 
+class Meaningless(Replay):
+    """Layers that store the same values whatever the request, which costs nothing but the storing, and leave the linear
+    state as it is."""
+
+    _values: torch.Tensor | None = None
+
+    def kv(self, buffer: Buffer, live: Live, start: int, end: int) -> torch.Tensor:
+        if self._values is None or len(self._values) < end - start:
+            shape = end - start, *buffer.shape[2:]
+            self._values = torch.ones(shape, dtype=getattr(torch, self.geometry.kv_dtype))
+        return self._values[: end - start]
+
+    def state(self, buffer: Buffer, view: Bits, live: Live, end: int) -> None:
+        pass
+
+
 class TimedPrefill(Bulk, PrefillRank):
     """A prefill rank that sends when it is told to, and counts what SGLang's engine is asked for."""
+
+    def meaningless(self) -> None:
+        """From now on forward passes store what costs least."""
+        self.replay_class, self._replay = Meaningless, None
 
     _counted: dict[str, int] | None = None
 
@@ -110,6 +135,25 @@ class TimedDecode(Bulk, DecodeRank):
             for room, poll in zip(left, self.poll(left), strict=True):
                 if poll in TERMINAL or late:
                     ends[room] = poll, time.monotonic()
+            time.sleep(POLL_SECONDS)
+        return [ends[room] for room in rooms]
+
+    def drive(self, rooms: Sequence[int], seconds: float) -> list[tuple[int, float]]:
+        """Take requests from their handshake to their end as a scheduler without other work does.
+
+        (KVPoll, when) of each, as of `await_ends`. Without other ranks, whose polls would have a say.
+        """
+        ends: dict[int, tuple[int, float]] = {}
+        admitted: set[int] = set()
+        deadline = time.monotonic() + seconds
+        while len(ends) < len(rooms):
+            left = [room for room in rooms if room not in ends]
+            late = time.monotonic() > deadline
+            for room, poll in zip(left, self.poll(left), strict=True):
+                if poll in TERMINAL or late:
+                    ends[room] = poll, time.monotonic()
+                elif poll == WAITING_FOR_INPUT and room not in admitted:
+                    admitted.update(self.admit([room]))
             time.sleep(POLL_SECONDS)
         return [ends[room] for room in rooms]
 

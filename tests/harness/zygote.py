@@ -30,6 +30,7 @@ PRELOADED = (
     # What our plugin imports when it is activated in a rank. Imported only: what it does depends on the environment.
     "sglang.srt.disaggregation.ascend.conn",
     "sglang.srt.mem_cache.kv_cache_configurator",
+    "sglang.srt.layers.attention.hybrid_linear_attn_backend",
     "sglang_hetero.cpu.gaps",
     "sglang_hetero.backend.hooks",
     "sglang_hetero.backend.manager",

@@ -1,7 +1,9 @@
 """Real servers give the tokens and accept-length histograms of transformers, in every topology."""
 
+import json
 import re
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ from tests.serving.fleets import CHUNK, LOGPROB_TOLERANCE, Setup
 
 WINDOW_FIRST = "window_first"
 PULL, VERIFY, ALWAYS = "SGLANG_HETERO_STATE=pull", "SGLANG_HETERO_VERIFY=1", "SGLANG_HETERO=always"
+AT_THE_END, PUSH = "SGLANG_HETERO_LAYERWISE=0", "SGLANG_HETERO_STATE=push"
 PAGES_OF_64, PAGES_OF_128 = ("--page-size", "64"), ("--page-size", "128")
 
 UNDIVIDED = Setup("mixed_tp1")
@@ -23,7 +26,7 @@ EQUAL = [
     PREFIX_CACHE,
     Setup("p4_d1", mtp=0, model="tiny-moe", options=PAGES_OF_64, decode=(PULL,)),
     Setup("p1_d2", mtp=1, model="tiny-gqa2", conv_layout=WINDOW_FIRST, decode=(PULL,)),
-    Setup("p3_d2", model="tiny-h6", options=PAGES_OF_128),
+    Setup("p3_d2", model="tiny-h6", options=PAGES_OF_128, prefill=(AT_THE_END,)),
     Setup("p2_d1", mtp=0, model="tiny-gqa"),
     Setup("p2_d2", mtp=5, model="tiny-next", decode=(ALWAYS,), end=signal.SIGKILL),
     Setup("p2_d2dp2", model="tiny-moe", options=PAGES_OF_64, end=signal.SIGINT),
@@ -41,6 +44,8 @@ MORE = [
     Setup("p1_d1", conv_layout=WINDOW_FIRST),
     Setup("p2_d1", mtp=0),
     Setup("p2_d1", mtp=3, decode=(PULL,)),
+    Setup("p2_d1", mtp=3, decode=(PUSH, VERIFY)),
+    Setup("p2_d1", mtp=3, prefill=(AT_THE_END,)),
     Setup("p2_d1", mtp=5, model="tiny-next"),
     Setup("p3_d1", model="tiny-h6"),
     Setup("p4_d1", mtp=3, model="tiny-gqa2"),
@@ -112,6 +117,25 @@ def test_long_prompts_arrive_and_so_does_what_follows(served):
     for length in (1500, 3000, 300):
         prompt = served.prompt(length, seed=4)
         served.check(prompt, served.ask(prompt))
+
+
+@pytest.mark.parametrize("served", [DIVIDED], ids=lambda setup: setup.id, indirect=True)
+def test_a_prompt_of_one_step_is_on_its_way_before_prefill_ends(served):
+    """Layer by layer, which is the default: every rank tells so once, and how the request went on."""
+    prompt = served.prompt(1000, seed=7)
+    served.check(prompt, served.ask(prompt))
+    told = [json.loads(line) for line in re.findall(r"\[PD-PERF\] (\{.*\})", served.log("prefill"))]
+    ours = [line for line in told if line["tokens"] == len(prompt)]
+    assert Counter(line["rank"].split(" (")[0] for line in ours) == {"prefill TP0/2": 1, "prefill TP1/2": 1}
+    for line in ours:
+        assert (line["outcome"], line["chunks"]) == ("ok", 1)
+        assert line["early_share"] > 0
+    room = ours[0]["room"]
+    told = [json.loads(line) for line in re.findall(r"\[PD-PERF\] (\{.*\})", served.log("decode"))]
+    (decode,) = [line for line in told if line["room"] == room]
+    assert decode["merged_bytes"] == {
+        component: sum(line["bytes"][component] for line in ours) for component in ("kv", "state", "draft")
+    }
 
 
 @pytest.mark.parametrize(
