@@ -45,7 +45,8 @@ PULL_HOLD_SECONDS = 30.0
 """How long pages of a failed request are kept for a decode rank that may be reading them; SGLang holds pages on decode
 as long for a prefill that may be writing them."""
 BATCHES_PER_WINDOW = 4
-"""A window goes out in so many writes, so that decode merges one part of it while the next is on its way."""
+"""A window of full units goes out in so many writes, so that decode merges one part of it while the next is on its
+way; of pieces that do not fill their units as many go at a time as have the same bytes."""
 
 
 class Events(Protocol):
@@ -282,7 +283,8 @@ class Dispatch:
     def _turn(self, destination: Destination) -> bool:
         with self._lock:
             outbox = self._rooms.get(destination.room)
-            taken = destination.sending.take(max(1, len(destination.units) // BATCHES_PER_WINDOW))
+            budget = max(1, len(destination.units) // BATCHES_PER_WINDOW) * destination.area_bytes
+            taken = destination.sending.take(min(destination.fitting(budget), fields.MAX_PIECES))
             batch = [(seq, destination.sequence[seq]) for seq in taken]
             if outbox is None or not (batch or destination.owes_total):
                 destination.queued = False

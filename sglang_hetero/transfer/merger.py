@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,10 +14,10 @@ from sglang_hetero.merge.batch import Staged
 
 from . import verify
 from .inbox import Arrived, Inbox
+from .lines import Lines
 
 logger = logging.getLogger(__name__)
 
-STOP = None
 MAX_BATCH = 8
 """Pieces that are merged before they are acknowledged; the sources fill other units meanwhile."""
 
@@ -63,38 +62,25 @@ def differences(memory: Memory, inbox: Inbox, arrived: Arrived, said: Mapping[in
 
 
 class MergeWorker:
-    """A thread that merges what is put on its list, the pieces of one request that lie next to each other at once."""
+    """A thread that merges what is put on its list, several pieces of one request at once; requests take turns."""
 
     def __init__(self, name: str, merge_batch: Callable[[Inbox, Sequence[Arrived]], None]) -> None:
         self._merge_batch = merge_batch
-        self._todo: queue.SimpleQueue[tuple[Inbox, Arrived] | None] = queue.SimpleQueue()
+        self._todo: Lines[Inbox, Arrived] = Lines()
         self.thread = threading.Thread(target=self._run, name=f"hetero-merger {name}", daemon=True)
         self.thread.start()
 
     def put(self, inbox: Inbox, arrived: Arrived) -> None:
         """Merge this piece; from any thread."""
-        self._todo.put((inbox, arrived))
+        self._todo.put(inbox, arrived)
 
     def stop(self) -> None:
         """End the thread after what is on the list."""
-        self._todo.put(STOP)
+        self._todo.stop()
 
     def _run(self) -> None:
-        following: tuple[Inbox, Arrived] | None = None
-        while True:
-            first = following or self._todo.get()
-            following = None
-            if first is STOP:
-                return
-            inbox, batch = first[0], [first[1]]
-            while len(batch) < MAX_BATCH and not self._todo.empty():
-                more = self._todo.get()
-                if more is None or more[0] is not inbox:
-                    following = more
-                    if more is STOP:
-                        self._todo.put(STOP)
-                    break
-                batch.append(more[1])
+        while (found := self._todo.take(MAX_BATCH)) is not None:
+            inbox, batch = found
             try:
                 self._merge_batch(inbox, batch)
             except BaseException:

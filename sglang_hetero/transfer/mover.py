@@ -1,23 +1,22 @@
 """Source side: one thread per decode rank that writes what may be written, whatever requests it belongs to.
 
 A destination that has nothing to write at the moment is on no list, so the thread never waits for an acknowledgement
-or a device: it takes the next one. Requests of one peer take turns, batch by batch.
+or a device: it takes the next one. Requests of one peer take turns, batch by batch, short ones first.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 from contextlib import suppress
 from typing import Protocol
 
+from .lines import Lines
 from .outbox import Destination
 
 logger = logging.getLogger(__name__)
 
-STOP = None
 NICENESS = 10
 """Of a thread whose engine spins: the copying that it waits for goes first. Measured on two cores over TCP with 18,592
 tokens: 2.2 times a bulk write and a memcpy without it, 1.6 to 1.9 times with it; 5 and 19 do the same."""
@@ -35,26 +34,29 @@ class Mover:
     def __init__(self, name: str, turn: Turn, *, yields: bool = False) -> None:
         """yields: give way to other threads of the host."""
         self._turn, self._yields = turn, yields
-        self._runnable: queue.SimpleQueue[Destination | None] = queue.SimpleQueue()
+        self._runnable: Lines[Destination, None] = Lines(lambda destination, _: destination.untaken)
+        self._stopped = False
         self.thread = threading.Thread(target=self._run, name=f"hetero-mover {name}", daemon=True)
         self.thread.start()
 
     def wake(self, destination: Destination) -> None:
         """Put a destination on the list. The caller sees to it that it is there once at most."""
-        self._runnable.put(destination)
+        self._runnable.put(destination, None)
 
     def stop(self) -> None:
         """End the thread after its present batch."""
-        self._runnable.put(STOP)
+        self._stopped = True
+        self._runnable.stop()
 
     def _run(self) -> None:
         if self._yields:
             with suppress(OSError):  # Linux counts niceness by thread; where it is refused nothing is lost but time
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while (destination := self._runnable.get()) is not STOP:
+        while (found := self._runnable.take(1)) is not None and not self._stopped:
+            destination, _ = found
             try:
                 if self._turn(destination):
-                    self._runnable.put(destination)
+                    self.wake(destination)
             except BaseException:
                 # `turn` fails the request itself; whatever gets here is a fault of ours, and the thread serves others.
                 logger.exception("room %d to %s: the mover's turn failed", destination.room, destination.peer.label)

@@ -166,6 +166,24 @@ class Destination:
         all_taken = sending.total is not None and self.taken == sending.total and not sending.in_flight
         return all_taken and not self.total_told and sending.status is SendingStatus.SENDING
 
+    @property
+    def untaken(self) -> int:
+        """Pieces there are that have not been taken for writing."""
+        return len(self.sequence) - self.taken
+
+    def fitting(self, nbytes: int) -> int:
+        """How many of the next pieces are together at most so many bytes of this source, at least 1.
+
+        A window holds the most there can be.
+        """
+        count = total = 0
+        for piece in self.sequence[self.taken : self.taken + len(self.units)]:
+            total += self.side.nbytes(piece)
+            if total > nbytes:
+                break
+            count += 1
+        return max(1, count)
+
     def address(self, seq: int) -> int:
         """Where piece `seq` of this source goes, in the peer's memory."""
         return self.peer.arena + self.units[seq % len(self.units)] + self.area_offset

@@ -128,6 +128,11 @@ class SourceSide:
         """What the source contributes to a piece; nothing if it has no share of it."""
         return self._parts.get(piece.entry, ())
 
+    def nbytes(self, piece: Piece) -> int:
+        """Room that the source's parts of a piece take in a unit; a page that is not full counts as one."""
+        parts = self.parts(piece)
+        return _end(parts, piece.pages) if parts else 0
+
     def descriptors(self, piece: Piece, page_ids: Ids, slot: int) -> list[tuple[Part, Descriptors]]:
         """What moves a piece, with `staged` counted from the start of the source's area.
 
