@@ -78,6 +78,11 @@ def hooks(options: Options) -> tuple[Hook, ...]:
             layerwise.around_linear_extend,
             True,
         ),
+        Hook(
+            "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill",
+            layerwise.around_checkpoint,
+            True,
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 WRITERS = ("set_kv_buffer", "set_mla_kv_buffer")
 """Methods of a pool that take a layer and its keys and values, or latents."""
+NO_LOAD = -1
+"""SGLang's hicache_consumer_index of a batch that waits for nothing from its host cache."""
 EXTEND = "EXTEND"
 """SGLang's forward mode of a plain prefill; others run layers in parts, twice, or of other requests too."""
 
@@ -69,8 +72,14 @@ class Forward:
             if chunk is not None:
                 self.begun.append(Begun(room, chunk))
 
-    def ended(self) -> None:
-        """Model and draft model have run, as far as the host is concerned."""
+    def end(self) -> None:
+        """Model and draft model have run, as far as the host is concerned. Raises nothing."""
+        try:
+            self._end()
+        except Exception:
+            self.owner.report("a forward pass is not followed to its end")
+
+    def _end(self) -> None:
         if self.layer < 0:
             self.owner.hidden()
             for sender, *_ in self.waiting:
@@ -93,20 +102,40 @@ class Layerwise:
         self.end_lane = ForwardLane(
             device, scheduler.forward_stream if getattr(scheduler, "enable_overlap", False) else None
         )
-        self.follower = Follower(side.manifest.label, side, tells_end=not self.lane.immediate)
+        self.follower = Follower(side.manifest.label, side, tells_end=not self.lane.immediate, device=device)
         attention, state = (
             {layer for part in side.manifest.components if part.item is item for layer in part.layers}
             for item in (Item.PAGE, Item.SLOT)
         )
         self.double = frozenset(attention & state)
         self._said_hidden = False
+        self.failed = False
+        """Whether an error of ours has been logged."""
         for name in WRITERS:
             if hasattr(target_pool, name):
                 setattr(target_pool, name, _watched(getattr(target_pool, name)))
 
+    def begin(self, batch: Any) -> Forward | None:
+        """The same, and no error of ours reaches SGLang."""
+        try:
+            return self.start(batch)
+        except Exception:
+            self.report("a forward pass is not followed")
+            with suppress(Exception):
+                _pass_over(batch)
+            return None
+
+    def report(self, what: str) -> None:
+        """An error of ours: at full length once."""
+        self.side.counters.add("hidden")
+        logger.log(logging.DEBUG if self.failed else logging.ERROR, what, exc_info=True)
+        self.failed = True
+
     def start(self, batch: Any) -> Forward | None:
         """A batch is about to run; None if there is nothing of ours in it."""
-        if batch.forward_mode.name != EXTEND:
+        # Pages that come back from a host cache are still on their way when a layer writes its own.
+        loads = getattr(batch, "hicache_consumer_index", NO_LOAD) != NO_LOAD
+        if batch.forward_mode.name != EXTEND or loads or self._two_batches():
             _pass_over(batch)
             return None
         forward = Forward(self, batch.extend_num_tokens)
@@ -115,13 +144,28 @@ class Layerwise:
             room = getattr(sender, "bootstrap_room", None)
             if room is None or getattr(sender, "hetero_unseen", True):
                 continue
-            if request.pending_bootstrap or not self.side.follows(room):
+            if request.pending_bootstrap or request.host_hit_length > 0 or not self.side.follows(room):
                 sender.hetero_unseen = True
                 continue
             tokens = len(request.origin_input_ids)
             end, last = min(request.extend_end, tokens), request.extend_end >= tokens
             forward.waiting.append((sender, room, end, last, self._placed(request, end, last=last)))
         return forward if forward.waiting else None
+
+    def _two_batches(self) -> bool:
+        """Whether SGLang runs a batch in two halves, layer by layer in turns."""
+        from sglang.srt.layers.moe.utils import is_tbo_enabled
+
+        return bool(is_tbo_enabled())
+
+    def move(self, request: Any) -> None:
+        """SGLang is about to hand what a request has computed to its prefix cache, which may have some of it already.
+
+        The request is in other pages then, and perhaps another slot, and its own are somebody else's.
+        """
+        room = getattr(request.disagg_kv_sender, "bootstrap_room", None)
+        if room is not None and self._scheduler.tree_cache.supports_prefix_sharing():
+            self.side.move(room)
 
     def _placed(self, request: Any, end: int, *, last: bool) -> Placed:
         """Where the request is kept, as SGLang's send_kv_chunk finds it."""
@@ -164,27 +208,46 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     """A pool's writer that tells the layer once it has been written."""
 
     @functools.wraps(original)
-    def write(layer: Any, places: Any, values: torch.Tensor, *args: Any, **others: Any) -> Any:
-        result = original(layer, places, values, *args, **others)
-        # A layer that is written in parts is there with the next layer at the latest.
-        if _running and len(values) >= _running[-1].tokens:
-            _tell(layer.layer_id)
+    def write(*args: Any, **others: Any) -> Any:
+        result = original(*args, **others)
+        if _running:
+            _tell_written(*args, **others)
         return result
 
     return write
 
 
+def _tell_written(layer: Any, places: Any, *values: Any, **others: Any) -> None:
+    """A pool has been given a layer's values: keys first, or latents."""
+    try:
+        found = values[0] if values else others.get("cache_k", others.get("cache_k_nope"))
+        # A layer that is written in parts is there with the next layer at the latest.
+        if found is not None and len(found) >= _running[-1].tokens:
+            _running[-1].told(layer.layer_id)
+    except Exception:
+        _not_followed()
+
+
+def _tell_extended(backend: Any, layer: Any, forward_batch: Any, others: dict[str, Any]) -> None:
+    """A linear layer has run."""
+    try:
+        number = others["layer_id"] if layer is None else layer.layer_id
+        computed = getattr(forward_batch, "extend_num_tokens", None)
+        if number not in backend.full_attn_layers and (computed is None or computed >= _running[-1].tokens):
+            _running[-1].told(number)
+    except Exception:
+        _not_followed()
+
+
+def _not_followed() -> None:
+    """An error of ours must not reach the model: what is not told goes at the end of the chunk."""
+    _running[-1].owner.report("a layer is not followed")
+
+
 def around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **others: Any) -> Any:
     """SGLang's Scheduler.run_batch."""
-    forward = None
-    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-    layerwise: Layerwise | None = getattr(getattr(queue, "kv_manager", None), "hetero_layerwise", None)
-    if layerwise is not None:
-        try:
-            forward = layerwise.start(batch)
-        except Exception:
-            logger.exception("a forward pass is not followed")
-            _pass_over(batch)
+    layerwise = _of(scheduler)
+    forward = layerwise.begin(batch) if layerwise is not None else None
     if forward is None:
         return original(scheduler, batch, *args, **others)
     _running.append(forward)
@@ -192,10 +255,7 @@ def around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *
         result = original(scheduler, batch, *args, **others)
     finally:
         _running.pop()
-    try:
-        forward.ended()
-    except Exception:
-        logger.exception("a forward pass is not followed to its end")
+    forward.end()
     return result
 
 
@@ -205,16 +265,24 @@ def around_linear_extend(
     """SGLang's HybridLinearAttnBackend.forward_extend: of full attention layers the pool tells."""
     result = original(backend, layer, forward_batch, *args, **others)
     if _running:
-        number = others["layer_id"] if layer is None else layer.layer_id
-        computed = getattr(forward_batch, "extend_num_tokens", None)
-        if number not in backend.full_attn_layers and (computed is None or computed >= _running[-1].tokens):
-            _tell(number)
+        _tell_extended(backend, layer, forward_batch, others)
     return result
 
 
-def _tell(layer: int) -> None:
-    """Never raises into the model: what is not told goes at the end of the chunk."""
-    try:
-        _running[-1].told(layer)
-    except Exception:
-        logger.exception("layer %d is not followed", layer)
+def around_checkpoint(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **others: Any) -> Any:
+    """SGLang's checkpoint_disagg_prefill: before a chunk is handed over, or the next one runs."""
+    layerwise = _of(scheduler)
+    if layerwise is not None:
+        try:
+            layerwise.move(request)
+        except Exception as error:
+            # Nothing may be read any more from where the request was.
+            layerwise.report("a request is moved")
+            layerwise.side.fail(request.bootstrap_room, f"{type(error).__name__}: {error}")
+    return original(scheduler, request, *args, **others)
+
+
+def _of(scheduler: Any) -> Layerwise | None:
+    queue = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    found: Layerwise | None = getattr(getattr(queue, "kv_manager", None), "hetero_layerwise", None)
+    return found

@@ -20,6 +20,7 @@ COUNTS = {
     "verified": "pieces compared with the source's digests (SGLANG_HETERO_VERIFY=1)",
     "differences": "pieces that differed from the source's digests",
     "hidden": "forward passes that did not tell their layers, so that their caches went at the end of the chunk",
+    "again": "batches written again, because SGLang had moved the request meanwhile",
     "dropped": "messages of peers that were not right",
 }
 """Names of counters.Counters and what they count."""

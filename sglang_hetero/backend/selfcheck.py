@@ -24,6 +24,9 @@ MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
 SCHEDULER = "sglang.srt.managers.scheduler"
 HYBRID_ATTENTION = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
+ALLOCATOR = "sglang.srt.mem_cache.allocator.base"
+PREFIX_CACHE = "sglang.srt.mem_cache.base_prefix_cache"
+MOE = "sglang.srt.layers.moe.utils"
 CONTEXT = "sglang.srt.runtime_context"
 
 _MADE_FOR = "this release is made for SGLang 0.5.23; install that version"
@@ -124,6 +127,10 @@ RANK: tuple[Symbol, ...] = (
     Symbol(ASCEND, "AscendKVManager.register_buffer_to_engine"),
     Symbol(PREFILL, "PrefillBootstrapQueue._init_kv_manager"),
     Symbol(PREFILL, "SchedulerDisaggregationPrefillMixin.send_kv_chunk", "req last_chunk end_idx"),
+    Symbol(PREFILL, "SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill", "req"),
+    Symbol(ALLOCATOR, "BaseTokenToKVPoolAllocator.translate_kv_indices_for_transfer", "kv_indices"),
+    Symbol(PREFIX_CACHE, "BasePrefixCache.supports_prefix_sharing"),
+    Symbol(MOE, "is_tbo_enabled"),
     Symbol(DECODE, "DecodePreallocQueue._init_kv_manager"),
     Symbol(DECODE, "DecodeTransferQueue._release_request", "decode_req"),
     Symbol(DECODE, "DecodeTransferQueue._commit_transfer_to_req", "decode_req"),

@@ -95,7 +95,8 @@ def same(divided: Generation, undivided: Generation) -> bool:
 
 def check_complete(answer: Generation, asked: int, mtp: int) -> None:
     """Raise `HeteroError` when an answer lacks what it is to be compared by, so that nothing equals nothing."""
-    if answer.completion_tokens != asked or not answer.text:
+    # Ids that chance has put together may decode to no text at all: what is compared then are the ids.
+    if answer.completion_tokens != asked or not (answer.tokens or answer.text):
         raise HeteroError(f"asked for {asked} tokens, the answer has {answer.completion_tokens}: {answer.text!r}")
     if answer.tokens and len(answer.tokens) != asked:
         raise HeteroError(f"an answer of {asked} tokens tells the ids of {len(answer.tokens)}")

@@ -97,7 +97,11 @@ class Batches:
 
     def __init__(self, layers: Mapping[tuple[Role, int], Layer]) -> None:
         self._layers = layers
-        self._device: Callable[[torch.Tensor, Sequence[Move]], None] | None = None
+        self._launcher: Callable[[torch.Tensor, Sequence[Move]], None] | None = None
+        if any(layer.device.type != "cpu" for layer in layers.values()):
+            from .triton_batch import Launcher  # triton is there where a device is
+
+            self._launcher = Launcher()
 
     def merge(self, arena: torch.Tensor, pieces: Sequence[Staged]) -> None:
         """See Assembler.merge_batch."""
@@ -111,14 +115,10 @@ class Batches:
             raise MergeError(f"the arena lies on {arena.device}, but not all caches do")
         if not moves:
             return
-        if arena.device.type == "cpu":
+        if self._launcher is None or arena.device.type == "cpu":
             _on_cpu(arena, moves)
-            return
-        if self._device is None:
-            from .triton_batch import Launcher
-
-            self._device = Launcher()
-        self._device(arena, moves)
+        else:
+            self._launcher(arena, moves)
 
     def _layer(self, piece: Staged) -> Layer:
         try:

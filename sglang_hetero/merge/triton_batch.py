@@ -1,14 +1,12 @@
 """A batch on an NPU or a GPU: a table of tiles, made by the host, and one kernel launch for each shape of tile.
 
 Nothing waits for the device, and nothing is read from it: ids come from the host. The table (64 bytes for 32 KiB that
-are moved) is copied once per batch, and is kept until the device has used it.
+are moved) is copied once per batch.
 """
 
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,26 +46,27 @@ class Launch(NamedTuple):
 
 
 class Launcher:
-    """Starts the copies of a batch on the current stream of the current device, which must be the tensors'."""
+    """Starts the copies of a batch on the current stream of the current device, which must be the tensors'.
+
+    It keeps nothing of a batch, so that any threads may call it, each on a stream of its own.
+    """
 
     def __init__(self, programs: int | None = None) -> None:
         """programs: how many to start, by default what fills the device."""
         self._programs = programs
-        self._in_use: list[tuple[Any, torch.Tensor, torch.Tensor]] = []  # (event behind it, on the host, there)
-        self._lock = threading.Lock()  # attention KV and linear state are merged by threads of their own
 
     def __call__(self, arena: torch.Tensor, moves: Sequence[Move]) -> None:
         """Raises MergeError, before the first start, where there are more tiles than the kernel can count."""
         base = min((move.recipe.layer.memory for move in moves), key=torch.Tensor.data_ptr)
         launches = plan_launches(arena, base, moves)
         if launches:
-            with self._on_device(np.concatenate([launch.tiles for launch in launches]), arena.device) as table:
-                start = 0
-                for launch in launches:
-                    end = start + len(launch.tiles)
-                    dst, src = (_integers(memory, launch.element) for memory in (base, arena))
-                    self._start(launch, dst, src, table[start:end])
-                    start = end
+            table = _on_device(np.concatenate([launch.tiles for launch in launches]), arena.device)
+            start = 0
+            for launch in launches:
+                end = start + len(launch.tiles)
+                dst, src = (_integers(memory, launch.element) for memory in (base, arena))
+                self._start(launch, dst, src, table[start:end])
+                start = end
         for move in moves:
             _copy_elements(arena, move)
 
@@ -87,23 +86,19 @@ class Launcher:
             **options,
         )
 
-    @contextmanager
-    def _on_device(self, table: Table, device: torch.device) -> Iterator[torch.Tensor]:
-        """The table where the kernel reads it; it is kept until all that was started inside the block is complete."""
-        host = torch.from_numpy(table)
-        if device.type == "cpu":  # the interpreter's
-            yield host
-            return
-        host = host.pin_memory()
-        there = host.to(device, non_blocking=True)
-        try:
-            yield there
-        finally:
-            event: Any = torch.get_device_module(device).Event()
-            event.record()
-            with self._lock:
-                self._in_use = [kept for kept in self._in_use if not kept[0].query()]
-                self._in_use.append((event, host, there))
+
+def _on_device(table: Table, device: torch.device) -> torch.Tensor:
+    """The table where the kernels on the current stream read it. Whoever has started them may forget it at once.
+
+    torch's allocators see to that, torch_npu's as well as those for CUDA: pinned memory that is copied from without
+    waiting is not given out again before the copy is complete (the copy records an event with the allocator), and what
+    was allocated with a stream current goes to work of that stream only, which comes behind the kernels. So a table
+    must be made, and its kernels started, with one and the same stream current.
+    """
+    host = torch.from_numpy(table)
+    if device.type == "cpu":  # the interpreter's
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def plan_launches(arena: torch.Tensor, base: torch.Tensor, moves: Sequence[Move]) -> list[Launch]:

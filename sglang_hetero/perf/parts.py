@@ -67,7 +67,7 @@ class Event:
 
 @dataclass
 class Parts:
-    """All files of a folder. bad: lines that were left out. dropped: spans that the ranks had no memory for."""
+    """All files of a folder. bad: lines that were left out. dropped: spans that the ranks had no room for."""
 
     processes: list[Process] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -249,5 +249,5 @@ def where(parts: Parts) -> str:
     if parts.bad:
         texts.append(f"{parts.bad} bad lines left out: " + "; ".join(parts.problems))
     if parts.dropped:
-        texts.append(f"{parts.dropped} spans were dropped by the ranks, for lack of memory")
+        texts.append(f"{parts.dropped} spans were dropped by the ranks, for lack of memory or because a file was full")
     return os.linesep.join(texts)

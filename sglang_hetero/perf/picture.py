@@ -52,7 +52,10 @@ THIN = 0.004
 
 
 def draw(parts: Parts, path: Path, room: int | None = None) -> None:
-    """Write a PNG of one request, or of all. Raises TraceError if there is nothing to draw, or no matplotlib."""
+    """Write a PNG of one request, or of all.
+
+    Raises TraceError if there is nothing to draw, no matplotlib, or something that matplotlib cannot draw.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -62,10 +65,21 @@ def draw(parts: Parts, path: Path, room: int | None = None) -> None:
     if not shown.events:
         raise TraceError("the trace has no events")
     found = lanes(shown)
+    try:
+        figure = Figure(figsize=(WIDTH, min(MAX_HEIGHT, LANE * len(found) + REST)), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        _fill(figure.add_subplot(), shown, found)
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from error
+    except Exception as error:
+        # A trace may come from anywhere, and matplotlib does not say what it raises for texts and figures it dislikes.
+        raise TraceError(f"matplotlib cannot draw this trace: {type(error).__name__}: {error}") from error
+
+
+def _fill(axes: Any, shown: Parts, found: Sequence[Lane]) -> None:
+    """The whole picture. Texts from files go without mathtext: a rank may be called anything."""
     zero = _zero(shown.events)
-    figure = Figure(figsize=(WIDTH, min(MAX_HEIGHT, LANE * len(found) + REST)), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     start, end = _reach(shown.events, zero)
     for row, lane in enumerate(found):
         for event in lane.events:
@@ -76,10 +90,6 @@ def draw(parts: Parts, path: Path, room: int | None = None) -> None:
     _dress(axes, found, (start, end))
     _legend(axes, shown.events, marks=single)
     axes.set_title(_title(shown), loc="left", fontsize=11, color=INK)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from error
 
 
 def _zero(events: Sequence[Event]) -> int:
@@ -116,7 +126,8 @@ def _bar(axes: Any, row: int, event: Event, zero: int, width: float) -> None:
         bottom += BAR * share
     for text in _texts(event):
         if took * LETTERS > width * len(text):
-            axes.text(at + took / 2, row, text, ha="center", va="center", fontsize=TEXT, color=INK, clip_on=True)
+            place: dict[str, Any] = {"ha": "center", "va": "center", "clip_on": True}
+            axes.text(at + took / 2, row, text, fontsize=TEXT, color=INK, parse_math=False, **place)
             break
 
 
@@ -159,7 +170,7 @@ def _dress(axes: Any, found: Sequence[Lane], reach: tuple[float, float]) -> None
         name = f"{titles[lane.group]}{lane.name}"
         names.append("" if name == previous else name)
         previous = name
-    axes.set_yticks(range(len(found)), names, fontsize=8, color=INK)
+    axes.set_yticks(range(len(found)), names, fontsize=8, color=INK, parse_math=False)
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(*reach)
     for row in range(1, len(found)):

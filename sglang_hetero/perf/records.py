@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -31,7 +32,7 @@ MILLISECONDS = 1000.0
 REPLACED = "another request has its room now"
 FORGOTTEN = "its end was never told"
 RESPONSE_SECONDS = 600.0
-"""A request in decode's queue without a step for so long was given up there; nobody tells of that."""
+"""A request in decode's queue without a step for so long was given up there; SGLang tells nobody of that."""
 
 Clock = Callable[[], float]
 
@@ -127,9 +128,8 @@ class SentRecord(_Record):
     def __init__(self, rank: str, room: int, clock: Clock = time.monotonic, trace: NoTrace = NO_TRACE) -> None:
         super().__init__(rank, room, clock, trace)
         self._bound: float | None = None
-        self._began: float | None = None
-        """Of the forward pass that is running."""
-        self._chunk_tokens = 0
+        self._running: deque[tuple[float, int, int]] = deque()
+        """Forward passes that have begun and not ended, in order: when, tokens and number of the chunk."""
         self._first_forward: float | None = None
         self._forward_end: float | None = None
         """Of the last forward pass."""
@@ -149,24 +149,30 @@ class SentRecord(_Record):
         self._trace.instant(Track.FORWARD, "bound", now, self.room)
 
     def forward_began(self, tokens: int) -> None:
-        """A forward pass with a chunk of the request begins. tokens: of the chunk."""
+        """A forward pass with a chunk of the request begins. tokens: of the chunk.
+
+        SGLang's overlap schedule launches a pass before the one before it has ended, as every device may.
+        """
         now = self._clock()
         with self._lock:
-            self._began, self._chunk_tokens = now, tokens
             if self._first_forward is None:
                 self._first_forward = now
             self._tokens += tokens
             self._chunks += 1
+            self._running.append((now, tokens, self._chunks))
 
     def forward_ended(self, last: bool) -> None:
-        """That pass has ended. last: it was the one with the prompt's last chunk, the draft's forward included."""
+        """The pass that began first of those that run has ended: passes end in the order in which they began.
+
+        last: it was the one with the prompt's last chunk, the draft's forward included.
+        """
         now = self._clock()
         with self._lock:
-            began, self._began = self._began, None
-            chunk, tokens = self._chunks, self._chunk_tokens
+            ended = self._running.popleft() if self._running else None
             if last:
                 self._forward_end = now
-        if began is not None:
+        if ended is not None:
+            began, tokens, chunk = ended
             self._trace.span(Track.FORWARD, f"chunk {chunk}", began, now, self.room, tokens=tokens, chunk=chunk)
         if last:
             self._trace.instant(Track.FORWARD, "prefill ended", now, self.room)
@@ -442,7 +448,7 @@ class Perf:
         self._sent: dict[int, SentRecord] = {}
         self._received: dict[int, ReceivedRecord] = {}
         self._queued: dict[int, ReceivedRecord] = {}
-        """Those in decode's queue, or in its first step."""
+        """Those in decode's queue, or in its first step; who has been there longest comes first."""
 
     def sent(self, room: int) -> SentRecord:
         """The record of a request that this rank sends; made if there is none."""
@@ -487,17 +493,13 @@ class Perf:
 
     def enqueued(self, room: int) -> None:
         """SGLang has put a request into decode's queue; no effect if it is not known."""
-        overdue: list[int] = []
         with self._lock:
             record = self._received.get(room)
             if record is None:
                 return
             record.enqueued()
-            limit = self._clock() - RESPONSE_SECONDS
-            overdue += [each for each, old in self._queued.items() if (old.queued_since or 0) < limit]
             self._queued[room] = record
-        for each in overdue:
-            self.received_end(each, FORGOTTEN)
+        self._sweep()
 
     @property
     def awaits_step(self) -> bool:
@@ -505,12 +507,30 @@ class Perf:
         return bool(self._queued)
 
     def stepped(self, rooms: Iterable[int | None]) -> None:
-        """The scheduler has processed a step of these requests; the first one ends a request's record."""
+        """The scheduler has processed a step of these requests; the first one ends a request's record.
+
+        So does a step of others when a request has been in the queue for RESPONSE_SECONDS: as long as there is one,
+        every step's requests are gone through.
+        """
         for room in rooms:
             record = self._queued.get(room) if room is not None else None
             if record is not None:
                 record.first_response()
                 self.received_end(record.room)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """End the records of requests that decode has given up in its queue."""
+        limit = self._clock() - RESPONSE_SECONDS
+        while True:
+            with self._lock:
+                oldest = next(iter(self._queued.values()), None)
+                since = None if oldest is None else oldest.queued_since
+                if oldest is None or since is None or since >= limit:
+                    return
+                self._queued.pop(oldest.room)
+                self._received.pop(oldest.room, None)
+            self._end(oldest, FORGOTTEN)
 
     @property
     def counts(self) -> tuple[int, int]:

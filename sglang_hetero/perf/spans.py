@@ -1,7 +1,7 @@
 """What a process did when, appended to a file of JSON lines: spans and instants, in a folder that all ranks share.
 
 Whoever calls puts a tuple on a list and goes on; a thread writes what is there every FLUSH_SECONDS, and once more at
-exit. The first line of a file says who the process is. All times in it are nanoseconds of the wall clock, got from the
+exit. The first line of a file says who the process is; it grows to MAX_FILE_BYTES, and no further. All times in it are nanoseconds of the wall clock, got from the
 monotonic one by one pair of readings at start: so the spans of a process never run backwards, and those of several
 processes of one machine lie on one axis as well as its clock is kept. Between machines it is as good as theirs agree.
 """
@@ -30,6 +30,10 @@ FLUSH_SECONDS = 0.5
 """What a process that is killed loses at most."""
 MAX_WAITING = 100_000
 """Spans that wait to be written, of some 300 bytes each; what comes on top is dropped and counted."""
+MAX_FILE_BYTES = 128 << 20
+"""Of a rank's file, some 450,000 spans, in which a request has about a hundred: a server that runs for weeks with a trace
+does not fill the disk. Four such files are what `sglang-hetero trace` reads at a time (parts.MAX_EVENTS). What comes on
+top is dropped and counted; only that count may lie beyond."""
 NANOSECONDS = 1_000_000_000
 OPTION = "SGLANG_HETERO_TRACE"
 
@@ -109,12 +113,16 @@ class Trace(NoTrace):
         self._writing = threading.Lock()
         self._waiting: list[Said] = []
         self._dropped = 0
+        self._full = False
+        """Whether the file has reached its limit."""
         self._stop = threading.Event()
         try:
             self._file = self.path.open("a", encoding="utf-8")
             head = {"version": VERSION, "side": side, "rank": rank, "pid": os.getpid(), "start": self._wall}
             self._file.write(json.dumps(head) + "\n")
             self._file.flush()
+            # A process with the same number may have written to it before.
+            self._bytes = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise OptionError(f"{OPTION}: {self.path} cannot be written: {error.strerror}") from error
         self._thread = threading.Thread(target=self._run, name="hetero-trace", daemon=True)
@@ -131,7 +139,7 @@ class Trace(NoTrace):
         with self._lock:
             if self._stop.is_set():
                 return
-            if len(self._waiting) < MAX_WAITING:
+            if not self._full and len(self._waiting) < MAX_WAITING:
                 self._waiting.append(entry)
             else:
                 self._dropped += 1
@@ -141,14 +149,23 @@ class Trace(NoTrace):
             self.flush()
 
     def flush(self) -> None:
+        self._write(last=False)
+
+    def _write(self, *, last: bool) -> None:
+        """last: the file is closed next."""
         with self._writing:
             with self._lock:
+                if self._full and not last:
+                    self._dropped += len(self._waiting)
+                    self._waiting.clear()
+                    return
                 waiting, self._waiting = self._waiting, []
                 dropped, self._dropped = self._dropped, 0
             if self._file.closed or not (waiting or dropped):
                 return
             try:
-                lines = [self._line(entry) for entry in waiting]
+                lines = self._fitting(waiting)
+                dropped += len(waiting) - len(lines)
                 if dropped:
                     lines.append(json.dumps({"dropped": dropped}))
                 self._file.write("".join(line + "\n" for line in lines))
@@ -159,9 +176,27 @@ class Trace(NoTrace):
                 self._stop.set()
                 self._drop_file()
 
+    def _fitting(self, waiting: list[Said]) -> list[str]:
+        """The first of these as lines, as many as the file has room for."""
+        lines: list[str] = []
+        for entry in [] if self._full else waiting:
+            line = self._line(entry)
+            nbytes = len(line) + 1  # json.dumps gives ASCII
+            if self._bytes + nbytes > MAX_FILE_BYTES:
+                self._full = True
+                logger.warning(
+                    "%s has %d MiB, as much as a trace may: what comes from now on is dropped and counted",
+                    self.path,
+                    MAX_FILE_BYTES >> 20,
+                )
+                break
+            self._bytes += nbytes
+            lines.append(line)
+        return lines
+
     def close(self) -> None:
         self._stop.set()
-        self.flush()
+        self._write(last=True)
         with self._writing:
             self._drop_file()
         atexit.unregister(self.close)

@@ -21,6 +21,12 @@ def at_once() -> bool:
     return True
 
 
+def on_device(device: torch.device) -> None:
+    """Make a device the present thread's: events and streams of another one are not to be asked from it."""
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device)
+
+
 class Lane:
     """A stream of its own on which one worker thread puts copies, apart from the model's forward passes."""
 

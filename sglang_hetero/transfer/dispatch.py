@@ -72,6 +72,8 @@ class Held:
     pages: Ids
     slot: int
     tokens: int
+    moves: int
+    """Outbox.moves at that time."""
 
 
 class Dispatch:
@@ -283,14 +285,17 @@ class Dispatch:
     def _turn(self, destination: Destination) -> bool:
         with self._lock:
             outbox = self._rooms.get(destination.room)
+            if outbox is None or outbox.moving:
+                destination.queued = False
+                return False
             budget = max(1, len(destination.units) // BATCHES_PER_WINDOW) * destination.area_bytes
             taken = destination.sending.take(min(destination.fitting(budget), fields.MAX_PIECES))
             batch = [(seq, destination.sequence[seq]) for seq in taken]
-            if outbox is None or not (batch or destination.owes_total):
+            if not (batch or destination.owes_total):
                 destination.queued = False
                 return False
             destination.taken = max(destination.taken, taken.stop) if batch else destination.taken
-            source = Held(outbox.pages, outbox.slot, outbox.tokens)
+            source = Held(outbox.pages, outbox.slot, outbox.tokens, outbox.moves)
         try:
             problem = self._write(destination, batch, source)
         except Exception as error:
@@ -316,6 +321,13 @@ class Dispatch:
             if written.problem:
                 destination.sending.write_failed(written.problem, written.in_doubt)
                 return written.problem
+            outbox = self._rooms.get(destination.room)
+            moved = outbox is not None and outbox.moves != source.moves
+            if batch and moved and destination.sending.status is SendingStatus.SENDING:
+                self.counters.add("again")
+                destination.sending.take_back()
+                destination.taken = batch[0][0]
+                return ""
             if batch:
                 destination.sending.wrote()
             if destination.sending.status is not SendingStatus.SENDING:

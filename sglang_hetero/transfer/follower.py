@@ -7,13 +7,15 @@ here. What is noted on one stream completes in order, so waiting for the oldest 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .device import Done
+import torch
+
+from .device import Done, on_device
 from .outbox import Chunk
 from .pieces import COMPLETE, Mark
 
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.0002
 """Between looks at a device that computes: a layer of a chunk takes milliseconds there."""
+LOOK_SECONDS = 0.001
+"""Between looks for the next layer of a pass that runs."""
 
 
 @dataclass(frozen=True)
@@ -57,51 +61,78 @@ class Side(Protocol):
 class Follower:
     """The thread of one prefill rank."""
 
-    def __init__(self, name: str, side: Side, *, tells_end: bool) -> None:
-        """tells_end: whether a pass is over when its last note is due; otherwise somebody else tells."""
-        self._side, self._tells_end = side, tells_end
-        self._notes: queue.SimpleQueue[Note | None] = queue.SimpleQueue()
+    def __init__(self, name: str, side: Side, *, tells_end: bool, device: torch.device | None = None) -> None:
+        """tells_end: whether a pass is over when its last note is due; otherwise somebody else tells.
+
+        device: whose events the notes ask; None or a CPU for none.
+        """
+        self._side, self._tells_end, self._device = side, tells_end, device
+        self._notes: deque[Note] = deque()
+        self._news = threading.Event()
         self._stopped = threading.Event()
-        self._next: Note | None = None
+        self._warned = False
         self.thread = threading.Thread(target=self._run, name=f"hetero-follower {name}", daemon=True)
         self.thread.start()
 
     def put(self, note: Note) -> None:
-        """From the scheduler's thread, in the order of the forward passes."""
-        self._notes.put(note)
+        """From the scheduler's thread, in the order of the forward passes.
+
+        Waking a thread costs the scheduler more than anything else here, so it is done at the first note of a pass and
+        the last one. In between the thread looks by itself.
+        """
+        first = not self._notes
+        self._notes.append(note)
+        if first or note.mark == COMPLETE:
+            self._news.set()
 
     def stop(self) -> None:
         """End the thread; what is not due by then is not told."""
         self._stopped.set()
-        self._notes.put(None)
+        self._news.set()
 
     def _run(self) -> None:
-        while (note := self._take()) is not None and not self._stopped.is_set():
-            try:
-                while not note.due():
-                    if self._stopped.wait(POLL_SECONDS):
-                        return
-                note = self._latest(note)
-                for each in note.begun:
-                    if self._tells_end and note.mark == COMPLETE:
-                        self._side.computed(each.room, last=each.chunk.last)
-                    self._side.reached(each.room, each.chunk, note.mark)
-            except BaseException:
-                # What is not told here goes at the end of the chunk.
-                logger.exception("a forward pass could not be followed")
+        if self._device is not None:
+            on_device(self._device)
+        running = False
+        while not self._stopped.is_set():
+            self._news.wait(LOOK_SECONDS if running else None)
+            self._news.clear()
+            while self._notes and not self._stopped.is_set():
+                note = self._notes[0]
+                if not self._due(note):
+                    self._stopped.wait(POLL_SECONDS)
+                    continue
+                note = self._latest()
+                running = note.mark != COMPLETE
+                try:
+                    self._tell(note)
+                except BaseException:
+                    self._failed()
 
-    def _take(self) -> Note | None:
-        note, self._next = self._next, None
-        return note or self._notes.get()
+    def _due(self, note: Note) -> bool:
+        """A note that cannot be asked is told when the next one is, or at the end of the chunk by SGLang."""
+        try:
+            return note.due()
+        except Exception:
+            self._failed()
+            self._notes.popleft()
+            return False
 
-    def _latest(self, note: Note) -> Note:
-        """The last note of the same forward pass that is due by now; those between say nothing more."""
-        while not self._notes.empty():
-            following = self._notes.get()
-            if following is None or following.begun is not note.begun or not following.due():
-                self._next = following
-                if following is None:
-                    self._notes.put(None)
-                return note
-            note = following
+    def _failed(self) -> None:
+        # What is not told here goes at the end of the chunk.
+        level = logging.DEBUG if self._warned else logging.ERROR
+        logger.log(level, "a forward pass could not be followed; more of these are logged at DEBUG", exc_info=True)
+        self._warned = True
+
+    def _latest(self) -> Note:
+        """Take the first note, or the last one of the same pass that is due: those between say nothing more."""
+        note = self._notes.popleft()
+        while self._notes and self._notes[0].begun is note.begun and self._due(self._notes[0]):
+            note = self._notes.popleft()
         return note
+
+    def _tell(self, note: Note) -> None:
+        for each in note.begun:
+            if self._tells_end and note.mark == COMPLETE:
+                self._side.computed(each.room, last=each.chunk.last)
+            self._side.reached(each.room, each.chunk, note.mark)

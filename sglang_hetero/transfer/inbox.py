@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sglang_hetero.errors import ProtocolError
-from sglang_hetero.layout.component import Item
 from sglang_hetero.perf.records import ReceivedRecord
 
 from . import messages
@@ -80,15 +79,6 @@ class Inbox:
     """In mode pull, digests of where each source says that it keeps the request."""
     fault: str = ""
     """Why the request must not succeed although all has arrived."""
-
-    def piece_bytes(self, piece: Piece) -> int:
-        """What a piece brings to this rank: the same as its sources write of it."""
-        page_tokens, total = self.programs[0].page_size, 0
-        for side in self.source_set.sides:
-            for part in side.parts(piece):
-                staged = part.share.staged_bytes
-                total += staged if part.share.item is not Item.PAGE else staged * piece.tokens // page_tokens
-        return total
 
     def elsewhere(self) -> str:
         """Which source keeps the request elsewhere than the first token's message says, or an empty text."""

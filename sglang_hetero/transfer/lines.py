@@ -15,8 +15,8 @@ Owner = TypeVar("Owner")
 Item = TypeVar("Item")
 
 PATIENCE = 4
-"""Of so many turns one goes to who has waited longest: a short request beside a long one takes about a third longer than
-alone, and the long one keeps a quarter."""
+"""Of so many turns one goes to who has waited longest: a short request beside a long one takes about a third longer
+than alone, and the long one keeps a quarter."""
 
 
 class Lines(Generic[Owner, Item]):

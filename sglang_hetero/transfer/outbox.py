@@ -105,6 +105,8 @@ class Chunk:
     """How far the model had come with it when we last looked."""
     placed: Placed | None = None
     """Of a chunk that was begun, until the ids have been read."""
+    leaves: int = 0
+    """Outbox.leaves when it was begun: `placed` is of that time."""
 
     @property
     def end_page(self) -> int:
@@ -203,6 +205,12 @@ class Outbox:
     """Ids of the request's pages so far, in this rank's pool."""
     slot: int = -1
     """Its linear-state slot here; -1 before the last chunk and for models without one."""
+    leaves: int = 0
+    """How often SGLang may have moved the request."""
+    moves: int = 0
+    """The same, and how often it turned out where: what was read meanwhile may have been somebody else's."""
+    moving: bool = False
+    """Whether it may have, and has not said yet where the request is now: nothing is read."""
     progress: float = 0.0
     """When something last happened, on the clock of the side."""
     perf: SentRecord = field(default_factory=unlooked)
@@ -238,7 +246,7 @@ class Outbox:
         if pages < 0 or (not pages and not last):
             return None
         tokens = (end if last else (first_page + pages) * page_size) - first_page * page_size
-        chunk = Chunk(first_page, pages, tokens, last, handed_over=False, placed=placed)
+        chunk = Chunk(first_page, pages, tokens, last, handed_over=False, placed=placed, leaves=self.leaves)
         self.chunks.append(chunk)
         return chunk
 
@@ -250,8 +258,9 @@ class Outbox:
         if not any(chunk is each for each in self.chunks):
             return False
         if chunk.placed is not None:
-            if not chunk.handed_over:
+            if not chunk.handed_over and chunk.leaves == self.leaves:
                 self._place(chunk, chunk.placed.ids.array(), chunk.placed.slot)
+                self.moving = False
             chunk.placed = None
         chunk.reached = max(chunk.reached, mark)
         return True
@@ -263,28 +272,37 @@ class Outbox:
         if slot is not None:
             (self.slot,) = slot.array().tolist()
 
+    def move(self) -> None:
+        """SGLang may put the request into other pages and another slot now, and give the present ones away.
+
+        It does when a prefix cache takes the prompt over and has some of it already. What has been sent is right; what
+        is being read must be read again, and the rest waits until a chunk is begun or handed over.
+        """
+        self.leaves += 1
+        self.moves += 1
+        self.moving = True
+
     def hand_over(self, chunk: Chunk, ids: Ids, slot: int) -> None:
-        """SGLang's scheduler says what it has computed. ids: of the chunk's pages. slot: with the last chunk, or -1.
+        """SGLang's scheduler says what it has computed, and where it lies now. ids: of the chunk's pages. slot: with
+        the last chunk, or -1.
 
         Raises ProtocolError if the model was seen to compute something else: then something else has been sent.
         """
         begun = next((each for each in self.chunks if not each.handed_over), None)
         if begun is None:
-            self.pages = np.concatenate([self.pages[: chunk.first_page], ids])
-            self.slot = slot if chunk.last else self.slot
             self.chunks.append(chunk)
-            return
-        if begun.shape != chunk.shape:
-            raise ProtocolError(f"SGLang hands over {chunk}, but has computed {begun}")
-        if begun.placed is None:
-            known = self.pages[chunk.first_page : chunk.end_page], self.slot if chunk.last else slot
-            if not np.array_equal(known[0], ids) or known[1] != slot:
-                raise ProtocolError(f"SGLang hands over {chunk} in other pages or another slot than it has computed")
+        elif begun.shape == chunk.shape:
+            begun.ready, begun.handed_over = chunk.ready, True
+            known, known_slot = self.pages[chunk.first_page : chunk.end_page], self.slot if chunk.last else slot
+            if not np.array_equal(known, ids) or known_slot != slot:
+                self.moves += 1  # read under way would be of where it was
         else:
-            # Nothing of it has been sent: its place was not known yet. A later chunk's is that of the whole request.
-            self.pages = np.concatenate([self.pages[: chunk.first_page], ids, self.pages[chunk.end_page :]])
-            self.slot = slot if chunk.last else self.slot
-        begun.ready, begun.handed_over = chunk.ready, True
+            raise ProtocolError(f"SGLang hands over {chunk}, but has computed {begun}")
+        # A later chunk that has been begun keeps its pages.
+        self.pages = np.concatenate([self.pages[: chunk.first_page], ids, self.pages[chunk.end_page :]])
+        self.slot = slot if chunk.last else self.slot
+        # Of a chunk that was begun before the request moved it is still to be said where it is.
+        self.moving = self.moving and any(not each.handed_over and each.leaves < self.leaves for each in self.chunks)
 
     def extend(self, destination: Destination) -> None:
         """Bring a destination's sequence up to what the source's caches hold."""

@@ -321,6 +321,13 @@ class PrefillSide(Dispatch):
             return
         self._advance(outbox)
 
+    def move(self, room: int) -> None:
+        """SGLang may move the request to other pages now; the next chunk that is begun or sent says where it is."""
+        with self._lock:
+            outbox = self._rooms.get(room)
+            if outbox is not None and not outbox.ended:
+                outbox.move()
+
     def follows(self, room: int) -> bool:
         """Whether a request's chunks may be begun: every decode rank has said where it goes."""
         with self._lock:

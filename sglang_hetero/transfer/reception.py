@@ -418,10 +418,19 @@ class Reception:
 
 
 def _measured(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
-    """A batch has been merged in so many seconds: each component's part of them is as its part of the bytes."""
+    """A batch has been merged in so many seconds. Never raises: the bytes are where they belong, whatever is counted."""
+    try:
+        _measure(inbox, batch, seconds)
+    except Exception:
+        logger.exception("room %d: the figures of a merge", inbox.room)
+
+
+def _measure(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
+    """Each component's part of the seconds is as its part of the bytes."""
+    destination = inbox.source_set.destination
     found: dict[Component, list[int]] = {}
     for arrived in batch:
-        found.setdefault(component_of(arrived.piece.role), []).append(inbox.piece_bytes(arrived.piece))
+        found.setdefault(component_of(arrived.piece.role), []).append(destination.nbytes(arrived.piece))
     left = sum(sum(sizes) for sizes in found.values())
     per_byte = seconds / left if left else 0.0
     for component, sizes in found.items():  # one after the other, so that a trace draws them so

@@ -155,6 +155,7 @@ def build(shard: Shard, side: Side) -> Any:
     scheduler.tree_cache = SimpleNamespace(
         maybe_hand_to_session=lambda request: None,
         supports_mamba=lambda: bool(geometry.linear_layers),
+        supports_prefix_sharing=lambda: False,
         claim_kv_row=None,
         checkpoint=lambda request, up_to: None,
         finish=lambda handle, outcome: None,

@@ -21,6 +21,7 @@ _KERNEL = "sglang_hetero/merge/triton_kernels.py"
 _LAUNCH = "sglang_hetero/merge/triton_ops.py"
 _PROGRAM = "sglang_hetero/transfer/pieces/program.py"
 _OUTBOX = "sglang_hetero/transfer/outbox.py"
+_DISPATCH = "sglang_hetero/transfer/dispatch.py"
 _PREFILL = "sglang_hetero/transfer/prefill.py"
 _FOLLOWER = "sglang_hetero/transfer/follower.py"
 _LAYERWISE = "sglang_hetero/backend/layerwise.py"
@@ -306,13 +307,7 @@ FAULTS = [
         "chunk.reached = max(chunk.reached, mark)",
         "chunk.reached = max(chunk.reached, Mark(mark.group, mark.layer + 1))",
     ),
-    Fault("another chunk than was computed is handed over", _OUTBOX, "if begun.shape != chunk.shape:", "if False:"),
-    Fault(
-        "other pages than were computed are handed over",
-        _OUTBOX,
-        "if not np.array_equal(known[0], ids) or known[1] != slot:",
-        "if False:",
-    ),
+    Fault("another chunk than was computed is handed over", _OUTBOX, "elif begun.shape == chunk.shape:", "else:"),
     Fault(
         "a page that is not full goes with a chunk in the middle",
         _OUTBOX,
@@ -338,8 +333,22 @@ FAULTS = [
         "        if not any(chunk is each for each in self.chunks):\n            return False\n",
         "",
     ),
+    Fault("the place of a chunk goes back", _OUTBOX, "if not chunk.handed_over and chunk.leaves", "if chunk.leaves"),
+    Fault("a place from before the move is used", _OUTBOX, " and chunk.leaves == self.leaves:", ":"),
     Fault(
-        "the place of a chunk goes back", _OUTBOX, "            if not chunk.handed_over:\n", "            if True:\n"
+        "an earlier chunk's hand-over ends the move",
+        _OUTBOX,
+        "each.leaves < self.leaves for each in self.chunks",
+        "False for each in self.chunks",
+    ),
+    Fault(
+        "pages are read while the request moves", _DISPATCH, "if outbox is None or outbox.moving:", "if outbox is None:"
+    ),
+    Fault(
+        "what was read while the request moved is announced",
+        _DISPATCH,
+        "moved = outbox is not None and outbox.moves != source.moves",
+        "moved = False",
     ),
     Fault(
         "nobody waits for the device",
@@ -348,11 +357,11 @@ FAULTS = [
         "self.reached != COMPLETE:",
     ),
     Fault("begun before all have bound", _PREFILL, "outbox.ended or not outbox.bound:", "outbox.ended:"),
-    Fault("notes are told before they are due", _FOLLOWER, "while not note.due():", "while False:"),
+    Fault("notes are told before they are due", _FOLLOWER, "if not self._due(note):", "if False:"),
     Fault(
         "a layer that is written in parts is done with the first",
         _LAYERWISE,
-        "len(values) >= _running[-1].tokens",
+        "len(found) >= _running[-1].tokens",
         "True",
     ),
     Fault("a layer with two kinds is done with one", _LAYERWISE, "layer - (layer in self.owner.double)", "layer"),

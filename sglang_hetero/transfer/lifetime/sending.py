@@ -130,6 +130,14 @@ class Sending:
         while self._owed and self._owed[0] < batch.stop:
             self._owed.popleft()
 
+    def take_back(self) -> None:
+        """The batch in flight lies in the destination's memory, but what was read may have been somebody else's.
+
+        Nothing of it is announced; it is taken again. Raises ProtocolError if none is in flight.
+        """
+        batch = self._end_batch()
+        self._next = batch.start
+
     def write_failed(self, reason: str, in_doubt: bool = False) -> None:
         """The batch in flight was not written, or not all of it.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_hetero.backend import layerwise
-from sglang_hetero.backend.layerwise import Layerwise, around_linear_extend, around_run_batch
+from sglang_hetero.backend.layerwise import Layerwise, around_checkpoint, around_linear_extend, around_run_batch
 from sglang_hetero.layout.component import Item
 from sglang_hetero.transfer.counters import Counters
 from sglang_hetero.transfer.outbox import Chunk
@@ -29,6 +29,8 @@ class Side:
         self.error: set[int] = set()
         self.nothing: set[int] = set()
         self.over: list[tuple] = []
+        self.moved: list[int] = []
+        self.failed: list[tuple] = []
 
     def follows(self, room):
         return room not in self.unknown
@@ -45,6 +47,14 @@ class Side:
 
     def computed(self, room, *, last):
         self.over.append((room, last))
+
+    def move(self, room):
+        if room in self.error:
+            raise RuntimeError("no")
+        self.moved.append(room)
+
+    def fail(self, room, reason):
+        self.failed.append((room, reason))
 
 
 class Pool:
@@ -74,8 +84,10 @@ class World:
         for row in range(1, 4):
             pages = torch.arange(10) + 10 * row
             rows[row] = (pages[:, None] * PAGE + torch.arange(PAGE)).reshape(-1)
+        self.shares = True
         self.scheduler = SimpleNamespace(
             enable_overlap=False,
+            tree_cache=SimpleNamespace(supports_prefix_sharing=lambda: self.shares),
             token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, translate_kv_indices_for_transfer=lambda x: x),
             req_to_token_pool=SimpleNamespace(
                 req_to_token=rows,
@@ -85,6 +97,7 @@ class World:
         )
         self.layerwise = Layerwise(self.scheduler, self.side, self.pool, torch.device("cpu"))
         self.layerwise.follower.stop()
+        self.layerwise._two_batches = lambda: False  # asks SGLang
         self.notes: list = []
         self.layerwise.follower.put = self.notes.append
         self.scheduler.disagg_prefill_bootstrap_queue = SimpleNamespace(
@@ -96,14 +109,21 @@ class World:
         fields = {
             "disagg_kv_sender": sender,
             "pending_bootstrap": False,
+            "host_hit_length": 0,
+            "bootstrap_room": room,
             "extend_end": end,
             "origin_input_ids": range(tokens),
             "kv": SimpleNamespace(req_pool_idx=row),
         }
         return SimpleNamespace(**{**fields, **changes})
 
-    def run(self, *requests, tokens=8, mode="EXTEND", layers=(0, 1, 2, 3), computed=None):
-        batch = SimpleNamespace(forward_mode=SimpleNamespace(name=mode), reqs=list(requests), extend_num_tokens=tokens)
+    def run(self, *requests, tokens=8, mode="EXTEND", layers=(0, 1, 2, 3), computed=None, load=-1):
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(name=mode),
+            reqs=list(requests),
+            extend_num_tokens=tokens,
+            hicache_consumer_index=load,
+        )
 
         def forward(scheduler, given, extra):
             assert (scheduler, given, extra) == (self.scheduler, batch, "extra")
@@ -193,7 +213,9 @@ def test_who_is_not_ours(world):
     assert not world.notes and not world.side.begun
 
 
-@pytest.mark.parametrize("why", ["not bound", "bootstrap pending", "another mode", "error", "hidden"])
+@pytest.mark.parametrize(
+    "why", ["not bound", "bootstrap pending", "host cache", "another mode", "loads", "two batches", "error", "hidden"]
+)
 def test_a_request_with_a_chunk_that_was_not_followed_is_never_followed(world, why):
     """Its chunk would be handed over behind ones that were begun, or in one with them."""
     request, other = world.request(5, 8, 20), world.request(6, 8, 20, row=2)
@@ -201,19 +223,25 @@ def test_a_request_with_a_chunk_that_was_not_followed_is_never_followed(world, w
         world.side.unknown = {5}
     if why == "bootstrap pending":
         request.pending_bootstrap = True
+    if why == "host cache":
+        request.host_hit_length = 4
+    if why == "two batches":
+        world.layerwise._two_batches = lambda: True
     if why == "error":
         world.side.error = {5}
     world.run(
         request,
         other,
         mode="MIXED" if why == "another mode" else "EXTEND",
+        load=3 if why == "loads" else -1,
         layers=() if why == "hidden" else (0, 1, 2, 3),
     )
     world.side.unknown, world.side.error, request.pending_bootstrap = set(), set(), False
+    world.layerwise._two_batches, request.host_hit_length = (lambda: False), 0
     world.side.begun.clear()
     request.extend_end = other.extend_end = 16
     world.run(request, other)
-    followed = set() if why in {"another mode", "hidden"} else {6}
+    followed = set() if why in {"another mode", "loads", "two batches", "hidden"} else {6}
     assert {room for room, *_ in world.side.begun} == followed
 
 
@@ -291,3 +319,23 @@ def test_a_model_without_linear_state_has_no_slot(world):
     del world.scheduler.req_to_token_pool.req_index_to_mamba_index_mapping
     world.run(world.request(5, 8, 8))
     assert world.side.begun == [(5, 8, True, [10, 11], None)]
+
+
+def test_a_request_that_a_prefix_cache_takes_over_is_moved_before_it_is(world):
+    seen = []
+
+    def checkpoint(scheduler, request):
+        seen.append(list(world.side.moved))
+        return "result"
+
+    request = world.request(5, 8, 8)
+    assert around_checkpoint(checkpoint, world.scheduler, request) == "result"
+    assert seen == [[5]]
+    world.shares = False  # the cache is off: a request stays where it is
+    around_checkpoint(checkpoint, world.scheduler, request)
+    around_checkpoint(checkpoint, world.scheduler, world.request(7, 8, 8, disagg_kv_sender=None))
+    assert world.side.moved == [5]
+    world.shares, world.side.error = True, {5}
+    assert around_checkpoint(checkpoint, world.scheduler, request) == "result"
+    assert world.side.failed == [(5, "RuntimeError: no")]
+    assert around_checkpoint(checkpoint, SimpleNamespace(), request) == "result"

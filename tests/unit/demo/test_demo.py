@@ -87,7 +87,8 @@ def test_prompts_are_a_page_or_more():
     ("answer", "mtp", "reason"),
     [
         (replace(ANSWER, completion_tokens=2), 0, "asked for 3 tokens, the answer has 2"),
-        (replace(ANSWER, text=""), 0, "asked for 3 tokens"),
+        (replace(ANSWER, text="", tokens=[]), 0, "asked for 3 tokens"),
+        (replace(ANSWER, text="", tokens=[65]), 0, "tells the ids of 1"),
         (replace(ANSWER, tokens=[65]), 0, "tells the ids of 1"),
         (replace(ANSWER, meta={}), 3, "tells no accepted drafts"),
     ],
@@ -101,6 +102,7 @@ def test_complete_answers_are_accepted():
     command.check_complete(ANSWER, 3, 3)
     command.check_complete(replace(ANSWER, meta={}), 3, 0)
     command.check_complete(replace(ANSWER, tokens=[]), 3, 3)
+    command.check_complete(replace(ANSWER, text=""), 3, 3)  # ids of special tokens, say
 
 
 @pytest.mark.parametrize("tokens", ["0", "-1", "x"])

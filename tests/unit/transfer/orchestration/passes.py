@@ -2,12 +2,15 @@
 
 import random
 
+import numpy as np
 import torch
 
-from sglang_hetero.layout.component import Role
+from sglang_hetero.layout.component import Item, Role
 from sglang_hetero.transfer.device import HostCopy
 from sglang_hetero.transfer.outbox import Chunk, Placed
 from sglang_hetero.transfer.pieces import COMPLETE, Mark, layer_done
+from tests.reshard_oracle.handover import Place
+from tests.reshard_oracle.rank import repeated_byte
 
 from .nodes import PrefillNode
 from .parts import Request
@@ -15,17 +18,30 @@ from .world import World
 
 WRONG = 1 << 20
 """Added to the seed of what a chunk that is not the last leaves in the linear state."""
+SOMEBODY_ELSES = 0xE5
+"""In pages and slots that the request has left."""
 
 
 class Pass:
     """The forward passes of a request at one rank. `step` goes on by one layer, draft run or send_kv_chunk.
 
     late: passes by which send_kv_chunk comes behind its own, as with SGLang's overlap schedule (1). tail: tokens of the
-    next page that every chunk but the last computes as well.
+    next page that every chunk but the last computes as well. to: where a prefix cache moves the request, chunk by
+    chunk, behind each pass: its pages and slot at the end; what it leaves is overwritten.
     """
 
-    def __init__(self, world: World, node: PrefillNode, request: Request, *, late: int = 0, tail: int = 0) -> None:
-        self.world, self.node, self.request, self.late, self.tail = world, node, request, late, tail
+    def __init__(
+        self,
+        world: World,
+        node: PrefillNode,
+        request: Request,
+        *,
+        late: int = 0,
+        tail: int = 0,
+        to: Place | None = None,
+    ) -> None:
+        self.world, self.node, self.request, self.late, self.tail, self.to = world, node, request, late, tail, to
+        self.pages, self.slot = list(request.source.pages), request.source.slot
         model_layers = {layer for role, layer in node.rank.buffers if not role.draft}
         self.layers = sorted(model_layers)
         self.steps = self._steps()
@@ -45,8 +61,15 @@ class Pass:
                 yield self._tell(chunk, layer_done(layer))
             self._write(number, lambda role, at: True)
             yield self._tell(chunk, COMPLETE)
-            if number >= self.late:
-                yield self._send(number - self.late)
+            last = number == count - 1
+            # SGLang sends the earlier chunk first. The other order must be right, too.
+            for what in ("move", "send") if self.tail % 2 or not self.late else ("send", "move"):
+                if what == "move" and self.to is not None and not (last and self.late):
+                    self._move(number)
+                if what == "send" and number >= self.late:
+                    yield self._send(number - self.late)
+        if self.to is not None and self.late:
+            self._move(count - 1)
         for number in range(max(0, count - self.late), count):
             yield self._send(number)
 
@@ -60,16 +83,16 @@ class Pass:
         request, page = self.request, self.world.shapes[0].page_size
         end, last = self._tokens(number), number == len(request.ends) - 1
         pages = -(-end // page) if last else end // page
-        ids = HostCopy(torch.tensor(request.source.pages[:pages]))
-        slot = HostCopy(torch.tensor(request.source.slot)) if last else None
+        ids = HostCopy(torch.tensor(self.pages[:pages]))
+        slot = HostCopy(torch.tensor(self.slot)) if last else None
         return self.node.side.begin(request.room, end=end, last=last, placed=Placed(ids, slot))
 
     def _write(self, number: int, there) -> None:
         """What the pass has left in the caches so far; the state of a chunk that is not the last is an earlier one."""
         request, last = self.request, number == len(self.request.ends) - 1
         page = self.world.shapes[0].page_size
-        pages = request.source.pages[: -(-self._tokens(number) // page)]
-        place = (pages, request.source.slot, self._tokens(number))
+        pages = self.pages[: -(-self._tokens(number) // page)]
+        place = (pages, self.slot, self._tokens(number))
         paged = lambda role: role not in {Role.CONV, Role.SSM}  # noqa: E731
         self.node.rank.write(request.seed, *place, only=lambda role, at: paged(role) and there(role, at))
         seed = request.seed + (0 if last else WRONG)
@@ -82,8 +105,29 @@ class Pass:
 
     def _send(self, number: int) -> int:
         # The last step of the last chunk's send: what follows on decode needs the caches, which hold everything now.
-        self.world.send_chunk_of(self.node, self.request, number)
+        begin, end = ((0, *self.request.ends)[number], self.request.ends[number])
+        slot = self.slot if number == len(self.request.ends) - 1 else -1
+        self.world.send_chunk_of(self.node, self.request, number, pages=np.array(self.pages[begin:end]), slot=slot)
         return number
+
+    def _move(self, number: int) -> None:
+        """The chunk's pages are other ones from now on, and behind the last chunk the slot is."""
+        assert self.to is not None
+        self.node.side.move(self.request.room)
+        begin, end = ((0, *self.request.ends)[number], self.request.ends[number])
+        for position in range(begin, end):
+            self._carry(Item.PAGE, self.pages[position], self.to.pages[position])
+            self.pages[position] = self.to.pages[position]
+        if number == len(self.request.ends) - 1:
+            self._carry(Item.SLOT, self.slot, self.to.slot)
+            self.slot = self.to.slot
+
+    def _carry(self, kind: Item, old: int, new: int) -> None:
+        for rank in (self.node.rank, self.node.twin):
+            for buffer in rank.buffers.values():
+                if buffer.tensor.item is kind:
+                    buffer.items[new] = buffer.items[old]
+                    buffer.items[old] = repeated_byte(SOMEBODY_ELSES, buffer.tensor.itemsize)
 
 
 def run(world: World, passes: list[Pass], chance: random.Random, *, polls: bool = True) -> None:

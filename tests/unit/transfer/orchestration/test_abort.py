@@ -15,6 +15,8 @@ from .network import of_kind
 from .world import World
 
 TOKENS = 22
+SEVERAL, WIDE = 3, 8
+"""Pieces in a batch, and units of a window in which twice as many find room."""
 
 
 def by_decode(world: World, request) -> None:
@@ -31,6 +33,12 @@ def by_both(world: World, request) -> None:
 
 
 WHO = {"decode": by_decode, "prefill": by_prefill, "both": by_both}
+
+
+def announced(world: World) -> int:
+    """Pieces of pages that each source has announced at least."""
+    sent = [(one.sender, piece) for one in world.network.sent(messages.Ready) for piece in one.message.pieces]
+    return min(sum(sender == node.name and piece.role is not None for sender, piece in sent) for node in world.prefill)
 
 
 def again(world: World, room: int) -> None:
@@ -131,11 +139,18 @@ def test_the_room_is_used_again_before_prefill_has_let_go():
 
 @pytest.mark.parametrize("before", [True, False], ids=["before_the_bytes", "after_the_bytes"])
 @pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("nth", [0, 3])
-def test_settle_waits_for_a_running_merge(nth, who, before):
-    with World(FOUR, (2, 1)) as world, gated_merge(world.sets[0], nth, before) as gate:
-        request = world.start(1, TOKENS, 2)
+@pytest.mark.parametrize(("nth", "least"), [(0, 1), (3, 1), (0, SEVERAL)], ids=["first", "fourth", "several"])
+def test_settle_waits_for_a_running_merge(nth, least, who, before):
+    window = WIDE if least > 1 else 3
+    with World(FOUR, (2, 1), window=window) as world, gated_merge(world.sets[0], nth, before, least) as gate:
+        request, gated = world.start(1, TOKENS, 2), world.sets[0].assembler
+        if least > 1:
+            # The first merge may have fewer: it waits until behind it, too, there are several.
+            world.until(lambda: announced(world) >= 2 * least - 1)
+            world.step()  # the last of them are delivered
+            gated.collected.set()
         world.until(lambda: gate.wait_reached(0))
+        assert gated.pieces >= least
         WHO[who](world, request)
         world.until(lambda: world.failed(request), what="failure on both sides")
         settled = threading.Event()
