@@ -1,7 +1,9 @@
 """Assemble: a plan carried out in one rank's memory: from staging to the caches, at the source to the send buffer.
 
-The plan says which elements; the operations of merge/ops.py move them. Which operation a component needs follows from
-its axes, not from the name of its role.
+The plan says which elements. The transfer calls `merge_batch` and `pack_pages`. `merge_pages` and `merge_slot` do the
+same for one piece with the operations of merge/ops.py, on views of the plan's elements where a batch has copies of
+bytes: a second way from a plan to the caches, kept for what docs/core.md says. Which operation a component needs
+follows from its axes, not from the name of its role.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +60,7 @@ class Assembler:
     def merge_pages(
         self, role: Role, layer: int, pages: torch.Tensor, tokens: int, areas: Mapping[int, torch.Tensor]
     ) -> None:
-        """Move a piece into `pages` (int64, ids in this rank's pool, on the pool's device).
+        """Move one piece, whose areas may lie anywhere, into `pages` (int64, ids in this rank's pool, on its device).
 
         tokens: how many the pages hold; the rest of the last page is left as it is. areas: per source number the bytes
         that it wrote, uint8, one-dimensional, with room for whole pages. Raises MergeError if an area is missing or too

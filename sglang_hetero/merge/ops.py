@@ -1,5 +1,8 @@
 """The four operations that move bytes between staging and the live pools, on whatever device the tensors are.
 
+The transfer packs with pack_kv; what arrives it merges in batches (batch.py). The other three merge a piece at a time
+for `Assembler.merge_pages` and `merge_slot`; docs/core.md says what those are kept for.
+
 All take any dtype of 1, 2 or 4 bytes and preserve every bit; source and destination have one dtype and one device. The
 leading `layers` axis makes one call (on a device: one launch) out of many layers; stack_layers makes it out of
 per-layer pools. Pools and shards may be strided views. No tensor is allocated. Raises MergeError before anything is

@@ -74,7 +74,8 @@ def draw(parts: Parts, path: Path, room: int | None = None) -> None:
         raise TraceError(f"{path}: {error.strerror}") from error
     except Exception as error:
         # A trace may come from anywhere, and matplotlib does not say what it raises for texts and figures it dislikes.
-        raise TraceError(f"matplotlib cannot draw this trace: {type(error).__name__}: {error}") from error
+        said = " ".join(str(error).split())
+        raise TraceError(f"matplotlib cannot draw this trace: {type(error).__name__}: {said}") from error
 
 
 def _fill(axes: Any, shown: Parts, found: Sequence[Lane]) -> None:

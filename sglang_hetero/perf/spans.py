@@ -1,9 +1,10 @@
 """What a process did when, appended to a file of JSON lines: spans and instants, in a folder that all ranks share.
 
 Whoever calls puts a tuple on a list and goes on; a thread writes what is there every FLUSH_SECONDS, and once more at
-exit. The first line of a file says who the process is; it grows to MAX_FILE_BYTES, and no further. All times in it are nanoseconds of the wall clock, got from the
-monotonic one by one pair of readings at start: so the spans of a process never run backwards, and those of several
-processes of one machine lie on one axis as well as its clock is kept. Between machines it is as good as theirs agree.
+exit. The first line of a file says who the process is; it grows to MAX_FILE_BYTES, and no further. All times in it are
+nanoseconds of the wall clock, got from the monotonic one by one pair of readings at start: so the spans of a process
+never run backwards, and those of several processes of one machine lie on one axis as well as its clock is kept. Between
+machines it is as good as theirs agree.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ FLUSH_SECONDS = 0.5
 MAX_WAITING = 100_000
 """Spans that wait to be written, of some 300 bytes each; what comes on top is dropped and counted."""
 MAX_FILE_BYTES = 128 << 20
-"""Of a rank's file, some 450,000 spans, in which a request has about a hundred: a server that runs for weeks with a trace
-does not fill the disk. Four such files are what `sglang-hetero trace` reads at a time (parts.MAX_EVENTS). What comes on
-top is dropped and counted; only that count may lie beyond."""
+"""Of a rank's file, some 450,000 spans, of which a request has about a hundred: a server that runs for weeks with a
+trace does not fill the disk. Four such files are what `sglang-hetero trace` reads at a time (parts.MAX_EVENTS). What
+comes on top is dropped and counted; only that count may lie beyond."""
 NANOSECONDS = 1_000_000_000
 OPTION = "SGLANG_HETERO_TRACE"
 

@@ -211,10 +211,7 @@ class Dispatch:
             if outbox is None or not outbox.closed or self._clock() - outbox.progress > PULL_HOLD_SECONDS:
                 return True
             return not any(
-                destination.program.pulls
-                and not destination.aborted
-                and destination.sending.status is not SendingStatus.FINISHED
-                for destination in outbox.destinations.values()
+                destination.program.pulls and not destination.left for destination in outbox.destinations.values()
             )
 
     def _fail_of(self, destination: Destination, reason: str) -> None:

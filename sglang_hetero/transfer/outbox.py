@@ -154,8 +154,8 @@ class Destination:
     """How many entries of the next one are in it (StageProgram.part)."""
     queued: bool = False
     """Whether the peer's mover has it on its list."""
-    aborted: bool = False
-    """Whether the peer has said that it gives the request up."""
+    left: bool = False
+    """Whether the peer has said that it is done with the request, well or not: it reads nothing of it any more."""
     perf: SentRecord = field(default_factory=unlooked)
     """Of the request."""
     goodbye: bool = False
@@ -222,6 +222,12 @@ class Outbox:
     @property
     def bound(self) -> bool:
         return len(self.destinations) == self.expected
+
+    def left(self, incarnation: str, epoch: int) -> None:
+        """A decode rank is done with the request."""
+        for each in self.destinations.values():
+            if (each.peer.incarnation, each.epoch) == (incarnation, epoch):
+                each.left = True
 
     @property
     def closed(self) -> bool:

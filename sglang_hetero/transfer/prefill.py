@@ -218,6 +218,8 @@ class PrefillSide(Dispatch):
                 return
             destination = self._destinations.get(key)
             outbox = self._rooms.get(message.room)
+            if outbox is not None and isinstance(message, messages.Finish):
+                outbox.left(message.incarnation, message.epoch)
             if destination is None or outbox is None or outbox.ended:
                 return  # of a request that has ended here
             outbox.progress = self._clock()
@@ -257,9 +259,8 @@ class PrefillSide(Dispatch):
             destination = self._destinations.get(key)
             never_bound = self._epochs.open(*key)
             outbox = self._rooms.get(message.room)
-            for each in outbox.destinations.values() if outbox is not None else ():
-                if (each.peer.incarnation, each.epoch) == (message.incarnation, message.epoch):
-                    each.aborted = True
+            if outbox is not None:
+                outbox.left(message.incarnation, message.epoch)
             if never_bound and outbox is None and message.room not in self._let_go:
                 # The request may be waiting here for a Bind that will not come.
                 self._rooms[message.room] = Outbox(message.room, 0, progress=self._clock(), ended=True, reason=reason)

@@ -418,7 +418,7 @@ class Reception:
 
 
 def _measured(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
-    """A batch has been merged in so many seconds. Never raises: the bytes are where they belong, whatever is counted."""
+    """A batch has been merged in so many seconds. Never raises: the bytes are there, whatever is counted."""
     try:
         _measure(inbox, batch, seconds)
     except Exception:

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from . import expectation, oracle
-from .expectation import Buffer
+from .expectation import PAGED, Buffer
 from .oracle import Bits, Component
 from .rank import Live
 from .sides import Forward, Turn
@@ -84,6 +84,8 @@ class Replay:
         scheduler = self.scheduler
         self._bound = frozenset(bound)
         self.forward, scheduler.enable_overlap = forward, forward.overlap
+        scheduler.tree_cache.supports_prefix_sharing = lambda: forward.moves
+        scheduler.tree_cache.checkpoint = self._move if forward.moves else lambda request, up_to: None
         scheduler.process_prefill_chunk(last_batch=None, running_batch=SimpleNamespace(batch_is_full=False))
         batch, before, taken = None, self._sent(), (0.0, 0.0)
         self._ended = 0.0, before
@@ -122,6 +124,27 @@ class Replay:
 
     def _sent(self) -> int:
         return int(self.rank.hetero("hetero_counters").get("bytes", 0))
+
+    def _move(self, request: Any, up_to: int) -> None:
+        """As a prefix cache does that has the pages of a chunk already: the request gets those, its own are free.
+
+        The next owner overwrites them at once.
+        """
+        live, page_size = self.rank.live[request.bootstrap_room], self.geometry.page_size
+        start, end = request.prefix_len // page_size * page_size, up_to // page_size * page_size
+        if end <= start:
+            return
+        left, found = live.locations[start:end], self.pools.allocator.alloc(end - start)
+        if found is None:
+            return  # it has nothing of this prompt
+        old, new = (places[::page_size] // page_size for places in (left, found))
+        for buffer, view in self.stored.values():
+            if buffer.component in PAGED:
+                view[new.numpy()] = view[old.numpy()]
+                view[old.numpy()] = expectation.untouched(buffer, self.rank.poison_byte)
+        self.pools.allocator.free(left[::page_size].long())
+        live.locations = torch.cat([live.locations[:start], found, live.locations[end:]])
+        self.pools.requests.write((request.kv.req_pool_idx, slice(start, end)), found.int())
 
     # The batch.
 

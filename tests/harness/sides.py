@@ -56,6 +56,8 @@ class Forward:
     """The order of SGLang's overlap schedule: a batch is handed over when the next one has been run."""
     hidden: frozenset[int] = frozenset()
     """Layers that store without a function of SGLang, as in the replay of a graph."""
+    moves: bool = False
+    """A prefix cache takes each chunk over, and has its pages already: the request is in other ones then."""
     parts: int = 1
     """Calls of `set_kv_buffer` with which an attention layer stores its tokens, as where a batch runs in halves."""
 

@@ -207,6 +207,20 @@ def test_a_request_that_is_bound_while_prefill_computes(harness: Harness, overla
         check_all_is_back(pair)
 
 
+@orders
+def test_a_prefix_cache_puts_the_request_into_other_pages(harness: Harness, overlap: bool) -> None:
+    """After each chunk, before it is handed over; what the request has left is overwritten at once."""
+    moves = Forward(LAYER_SECONDS, overlap=overlap, moves=True)
+    decode = [{**VERIFY, "SGLANG_HETERO_WINDOW": window, **mode} for mode in MODES for window in ("2", "16")]
+    with harness.pair(SHAPE, prefill_tp=2, decode_tp=1, decode_env=decode) as pair:
+        handoffs = [*around_pages(64), Handoff(301, 5, seed=20)]
+        everywhere = [replace(each, decode=number) for number in range(len(decode)) for each in handoffs]
+        for forward in (moves, replace(moves, layer_seconds=0.0)):
+            check(pair, everywhere, forward)
+        check_ours(pair)
+        check_all_is_back(pair)
+
+
 def hand_over(pair: Pair, handoffs: Sequence[Handoff], forward: Forward | Sequence[Forward]) -> Result:
     """Hand over, wait until nobody can write any more, and compare: where no request has arrived is poison."""
     result = pair.handoff_many(
@@ -276,7 +290,11 @@ def _random_handoff(rng: random.Random) -> Handoff:
 def _random_forward(rng: random.Random, overlap: bool) -> Forward:
     hidden = rng.choice([(), (), (), range(SHAPE.layers), SHAPE.linear_layers, SHAPE.full_attention_layers])
     return Forward(
-        rng.choice([0.0, LAYER_SECONDS / 2, LAYER_SECONDS]), overlap, frozenset(hidden), rng.choice([1, 1, 2])
+        rng.choice([0.0, LAYER_SECONDS / 2, LAYER_SECONDS]),
+        overlap,
+        frozenset(hidden),
+        rng.random() < 0.4,
+        rng.choice([1, 1, 2]),
     )
 
 

@@ -5,8 +5,9 @@ their pieces lie in one poisoned arena, areas in any order and at any distance, 
 """
 
 import contextlib
+import gc
+import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -209,34 +210,61 @@ def test_a_gpu_moves_16_bytes_at_a_time_where_places_allow(align, vectors, tmp_p
         assert (access in text) is vectors
 
 
-def test_a_table_is_kept_until_the_device_has_used_it(monkeypatch):
-    """On the meta device, with events that a test makes complete."""
-    events = []
+def test_a_launcher_keeps_nothing_of_a_batch(monkeypatch):
+    """torch's allocators keep a table until the device has used it; one that is kept here lies there while idle."""
+    tables = []
+    made = triton_batch._on_device
 
-    class Event:
-        def __init__(self):
-            self.complete, self.recorded = False, False
-            events.append(self)
+    def on_device(table, device):
+        there = made(table, device)
+        tables.append(weakref.ref(there))
+        return there
 
-        def record(self):
-            self.recorded = True
+    monkeypatch.setattr(triton_batch, "_on_device", on_device)
+    shape = Shape(page_size=4)
+    with path("kernel"):
+        serve(MODEL, (2, shape), (1, shape), Request(7))
+        gc.collect()
+        assert tables
+        assert not any(table() is not None for table in tables)
 
-        def query(self):
-            return self.complete
 
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(Event=Event))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    launcher = triton_batch.Launcher()
-    table = np.arange(8)
-    for number in range(3):
-        if number == 2:
-            events[0].complete = True
-        with launcher._on_device(table, torch.device("meta")) as there:
-            assert there.device.type == "meta"
-            assert len(events) == number, "the event must come behind the launches"
-    assert [kept[0] for kept in launcher._in_use] == events[1:]
-    assert all(event.recorded for event in events)
-    assert all(host.data_ptr() == table.ctypes.data for _, host, _ in launcher._in_use)
+def test_a_table_goes_to_a_device_from_pinned_memory_without_waiting(monkeypatch):
+    """On the meta device. Only of pinned memory do the allocators know that a copy is under way."""
+    pinned, copied = [], []
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor, device, *, non_blocking):
+        copied.append((tensor, device, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    table, device = np.arange(8), torch.device("meta")
+    there = triton_batch._on_device(table, device)
+    assert len(pinned) == len(copied) == 1
+    assert copied[0][0] is pinned[0] is there
+    assert copied[0][1:] == (device, True)
+    assert torch.equal(there, torch.from_numpy(table))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_batches_of_a_device_have_one_launcher_from_the_start(device, monkeypatch):
+    """Two threads merge; a launcher that the first of them makes would be made twice."""
+    _, assembler = world()
+    layers = {
+        key: batch.Layer(layer.shares, layer.memory.to(device)) for key, layer in assembler._batches._layers.items()
+    }
+    made = []
+    monkeypatch.setattr(triton_batch, "Launcher", lambda: lambda arena, moves: made.append((arena, moves)))
+    batches = batch.Batches(layers)
+    monkeypatch.delattr(triton_batch, "Launcher")
+    arena = torch.zeros(2 * AREA, dtype=torch.uint8, device=device)
+    batches.merge(arena, [PIECE])
+    assert [(to is arena, len(moves)) for to, moves in made] == [(True, 1)] * (device == "meta")
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -140,6 +140,30 @@ def test_what_a_prefill_rank_traces(world):
     )
 
 
+def test_passes_that_overlap_end_in_the_order_in_which_they_began(world):
+    """SGLang's overlap schedule launches the next pass before it has the result of the one before."""
+    clock, subject = world[0], perf(world)
+    record = subject.sent(7)
+    for at, call in [
+        (0.0, lambda: record.forward_began(100)),
+        (1.0, lambda: record.forward_began(50)),
+        (10.0, lambda: record.forward_ended(False)),
+        (11.0, lambda: record.forward_began(25)),
+        (20.0, lambda: record.forward_ended(False)),
+        (30.0, lambda: record.forward_ended(True)),
+        (31.0, lambda: record.forward_ended(True)),  # of a pass that nobody saw begin
+    ]:
+        clock.now = at
+        call()
+    assert [(*entry[1:4], entry[5]) for entry in world[1].said if entry[3] is not None] == [
+        ("chunk 1", 0.0, 10.0, {"tokens": 100, "chunk": 1}),
+        ("chunk 2", 1.0, 20.0, {"tokens": 50, "chunk": 2}),
+        ("chunk 3", 11.0, 30.0, {"tokens": 25, "chunk": 3}),
+    ]
+    line = record.line()
+    assert (line["tokens"], line["chunks"], line["prefill_ms"]) == (175, 3, 31000.0)
+
+
 def test_a_request_that_failed_counts_with_its_bytes_only(world, caplog):
     caplog.set_level(logging.INFO)
     sent_request(world).sent_end(7, "decode TP0/1 is gone")
@@ -277,6 +301,28 @@ def test_a_request_that_decode_gave_up_in_its_queue_is_forgotten(world, caplog):
     subject.enqueued(9)
     assert [(line["room"], line["outcome"]) for line in lines(caplog)] == [(7, records.FORGOTTEN)]
     assert subject.counts == (0, 2)
+
+
+def test_steps_of_others_end_what_decode_gave_up_in_its_queue(world, caplog):
+    """Or every step would look for it until another request is enqueued."""
+    caplog.set_level(logging.INFO)
+    subject = received_request(world)  # enqueued at 7
+    for room, at in ((8, 8.0), (9, 9.0)):
+        subject.created(room)
+        subject.opened(room, 1)
+        world[0].now = at
+        subject.enqueued(room)
+    world[0].now = 8.0 + records.RESPONSE_SECONDS
+    subject.stepped([7, 5])  # late, but not given up
+    assert [(line["room"], line["outcome"]) for line in lines(caplog)] == [(7, "ok")]
+    world[0].now += 0.5
+    subject.stepped([5])
+    assert [(line["room"], line["outcome"]) for line in lines(caplog)][1:] == [(8, records.FORGOTTEN)]
+    assert subject.awaits_step
+    world[0].now += 1.0
+    subject.stepped([])
+    assert not subject.awaits_step
+    assert subject.counts == (0, 0)
 
 
 def test_rooms_that_nobody_knows(world, caplog):

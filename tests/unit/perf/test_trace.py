@@ -143,6 +143,45 @@ def test_what_waits_to_be_written_is_bounded_and_counted(tmp_path, monkeypatch):
     assert "15 spans were dropped" in parts.where(found)
 
 
+def test_a_file_grows_to_its_limit(tmp_path, monkeypatch, caplog):
+    """It says once that it is full, at once in the file, too; all that came later is counted when it is closed."""
+    monkeypatch.setattr(spans, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(spans, "FLUSH_SECONDS", 3600)
+    rank = trace(tmp_path, "prefill", "r")
+    sizes = []
+    for _ in range(6):
+        for number in range(5):
+            rank.instant(Track.FORWARD, f"{number}", 0.0, 1)
+        rank.flush()
+        sizes.append(rank.path.stat().st_size)
+    kept = len(parts.read(tmp_path).events)
+    assert 5 < kept < 20
+    assert parts.read(tmp_path).dropped == -kept % 5 > 0, "a server that is killed has said that something is missing"
+    assert sizes[-1] == sizes[-2] <= 1000 + len('{"dropped": 1}\n')
+    rank.instant(Track.FORWARD, "late", 0.0, 1)
+    assert not rank._waiting, "what is dropped takes memory"
+    rank.close()
+    found = parts.read(tmp_path)
+    assert (len(found.events), found.dropped, found.bad) == (kept, 31 - kept, 0)
+    assert f"{31 - kept} spans were dropped" in parts.where(found)
+    assert [record.message for record in caplog.records if "dropped and counted" in record.message] == [
+        f"{rank.path} has 0 MiB, as much as a trace may: what comes from now on is dropped and counted"
+    ]
+
+
+def test_what_was_in_a_file_before_counts(tmp_path, monkeypatch):
+    """A process may get the number of an earlier one, and with it its file."""
+    monkeypatch.setattr(spans, "MAX_FILE_BYTES", 1000)
+    for turn in range(3):
+        rank = trace(tmp_path, "prefill", "r")
+        for number in range(9):
+            rank.instant(Track.FORWARD, f"{turn} {number}", 0.0, 1)
+        rank.close()
+    found = parts.read(tmp_path)
+    assert len(found.events) + found.dropped == 27
+    assert found.events[-1].name < "2", "the last process found its file full"
+
+
 def test_a_file_that_cannot_be_written_does_not_end_the_caller(tmp_path, caplog):
     rank = trace(tmp_path, "prefill", "r")
     rank.instant(Track.FORWARD, "x", 0.0, 1, what=object())  # no JSON

@@ -8,6 +8,7 @@ import pytest
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.engine.loopback import Fault, Gate, Operation
 from sglang_hetero.transfer.pieces import StateMode
+from sglang_hetero.transfer.reception import Progress
 
 from .gates import gated_merge
 from .models import FOUR
@@ -234,3 +235,18 @@ def test_abort_before_bind_then_the_room_again():
         world.rounds()
         world.network.let_go(held)
         again(world, 1)
+
+
+def test_prefill_gives_a_pulled_request_up_that_decode_has_just_completed():
+    """Decode reads no more, and has said so: the pages need not be kept for the time that a reader could take."""
+    with World(FOUR, (2, 1), mode=StateMode.PULL) as world:
+        held = world.network.hold(of_kind(messages.Finish))
+        request = world.start(1, TOKENS, 2)
+        world.until(lambda: request.results.get(world.decode[0].name) is Progress.COMPLETE)
+        for node in world.prefill:
+            node.side.fail(1, "the client left")
+            assert not node.side.may_free(1)
+        world.network.let_go(held)
+        world.until(lambda: all(node.side.may_free(1) for node in world.prefill), what="pages that may be freed")
+        world.end(request)
+        world.check()

@@ -347,3 +347,31 @@ def test_a_request_that_not_all_decode_ranks_have_bound_is_not_begun():
         world.network.let_go(held)
         world.serve(request)
         world.check()
+
+
+def test_the_hand_over_of_an_earlier_chunk_says_nothing_of_a_later_one_that_has_moved():
+    with World(FOUR, (2, 1), window=8) as world:
+        request = world.start(1, 16, 2, computed=False)
+        to = world._place(0, request.ends[-1])
+        world.until(lambda: world.is_bound(request), send=False)
+        passes = [Pass(world, node, request, to=to, late=1, tail=1) for node in world.prefill]
+        layers = len(passes[0].layers)
+        for one in passes:
+            for _ in range(layers + 1):
+                one.step()  # the first chunk; it moves behind that
+        world.until(lambda: all(len(entries(world, node)) == 6 for node in world.prefill), send=False)
+        for one in passes:
+            one.node.side.move(1)
+            begin = one._begin(1)
+            one.node.side.move(1)  # with the second chunk begun, and told below
+            world.send_chunk_of(one.node, request, 0)
+            one.node.side.reached(1, begin, COMPLETE)
+        told = len(world.network.sent(messages.Ready))
+        world.rounds(5, send=False)
+        assert len(world.network.sent(messages.Ready)) == told
+        for one in passes:
+            one._write(1, lambda role, at: True)
+            world.send_chunk_of(one.node, request, 1)
+        request.sent = len(request.ends)
+        world.serve(request)
+        world.check()
