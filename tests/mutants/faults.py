@@ -307,7 +307,7 @@ FAULTS = [
         "chunk.reached = max(chunk.reached, mark)",
         "chunk.reached = max(chunk.reached, Mark(mark.group, mark.layer + 1))",
     ),
-    Fault("another chunk than was computed is handed over", _OUTBOX, "elif begun.shape == chunk.shape:", "else:"),
+    Fault("another chunk than was computed is handed over", _OUTBOX, "elif begun.shape == chunk.shape:", "elif True:"),
     Fault(
         "a page that is not full goes with a chunk in the middle",
         _OUTBOX,
