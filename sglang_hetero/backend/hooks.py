@@ -67,6 +67,11 @@ def hooks(options: Options) -> tuple[Hook, ...]:
     found += (
         Hook(f"{RESULTS}.process_batch_result_decode", steps.around_decode_result, True),
         Hook(f"{RESULTS}.process_batch_result_prebuilt", steps.around_prebuilt_result, True),
+        Hook(
+            "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill",
+            layerwise.around_checkpoint,
+            True,
+        ),
     )
     if not options.layerwise:
         return found
@@ -76,11 +81,6 @@ def hooks(options: Options) -> tuple[Hook, ...]:
         Hook(
             "sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend.forward_extend",
             layerwise.around_linear_extend,
-            True,
-        ),
-        Hook(
-            "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill",
-            layerwise.around_checkpoint,
             True,
         ),
     )

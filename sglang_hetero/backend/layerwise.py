@@ -18,8 +18,8 @@ import torch
 
 from sglang_hetero.layout.component import Item
 from sglang_hetero.transfer.device import ForwardLane, HostCopy
-from sglang_hetero.transfer.follower import Begun, Follower, Note
-from sglang_hetero.transfer.outbox import Placed
+from sglang_hetero.transfer.follower import Begun, Follower, Located, Note
+from sglang_hetero.transfer.outbox import Move, Placed
 from sglang_hetero.transfer.pieces import COMPLETE, layer_done
 from sglang_hetero.transfer.prefill import PrefillSide
 
@@ -94,7 +94,10 @@ class Forward:
 class Layerwise:
     """Of one prefill rank."""
 
-    def __init__(self, scheduler: Any, side: PrefillSide, target_pool: Any, device: torch.device) -> None:
+    def __init__(
+        self, scheduler: Any, side: PrefillSide, target_pool: Any, device: torch.device, *, early: bool = True
+    ) -> None:
+        """early: send layer by layer. Where a prefix cache moves requests to has to be known in any case."""
         self.side = side
         self._scheduler = scheduler
         # Inside a forward pass its stream is the current one; run_batch has left it when it returns.
@@ -111,7 +114,8 @@ class Layerwise:
         self._said_hidden = False
         self.failed = False
         """Whether an error of ours has been logged."""
-        for name in WRITERS:
+        self._early = early
+        for name in WRITERS if early else ():
             if hasattr(target_pool, name):
                 setattr(target_pool, name, _watched(getattr(target_pool, name)))
 
@@ -133,6 +137,8 @@ class Layerwise:
 
     def start(self, batch: Any) -> Forward | None:
         """A batch is about to run; None if there is nothing of ours in it."""
+        if not self._early:
+            return None
         # Pages that come back from a host cache are still on their way when a layer writes its own.
         loads = getattr(batch, "hicache_consumer_index", NO_LOAD) != NO_LOAD
         if batch.forward_mode.name != EXTEND or loads or self._two_batches():
@@ -149,7 +155,9 @@ class Layerwise:
                 continue
             tokens = len(request.origin_input_ids)
             end, last = min(request.extend_end, tokens), request.extend_end >= tokens
-            forward.waiting.append((sender, room, end, last, self._placed(request, end, last=last)))
+            page_size = self._scheduler.token_to_kv_pool_allocator.page_size
+            whole = end if last else end // page_size * page_size
+            forward.waiting.append((sender, room, end, last, self._place(request, whole, state=last)))
         return forward if forward.waiting else None
 
     def _two_batches(self) -> bool:
@@ -158,25 +166,35 @@ class Layerwise:
 
         return bool(is_tbo_enabled())
 
-    def move(self, request: Any) -> None:
+    def move(self, request: Any) -> Move | None:
         """SGLang is about to hand what a request has computed to its prefix cache, which may have some of it already.
 
-        The request is in other pages then, and perhaps another slot, and its own are somebody else's.
+        The request is in other pages then, and perhaps another slot, and its own are somebody else's. None: it stays.
         """
         room = getattr(request.disagg_kv_sender, "bootstrap_room", None)
-        if room is not None and self._scheduler.tree_cache.supports_prefix_sharing():
-            self.side.move(room)
+        if room is None or not self._scheduler.tree_cache.supports_prefix_sharing():
+            return None
+        return self.side.move(room)
 
-    def _placed(self, request: Any, end: int, *, last: bool) -> Placed:
-        """Where the request is kept, as SGLang's send_kv_chunk finds it."""
+    def moved(self, request: Any, move: Move) -> None:
+        """It has: say where all of the request is."""
+        page_size = self._scheduler.token_to_kv_pool_allocator.page_size
+        end = min(move.pages * page_size, request.extend_end, len(request.origin_input_ids))
+        placed = self._place(request, end, state=True)
+        if self.lane.immediate:
+            self.side.locate(request.bootstrap_room, move, placed)
+        else:
+            self.follower.put(Located(request.bootstrap_room, move, placed))
+
+    def _place(self, request: Any, end: int, *, state: bool) -> Placed:
+        """Where the request is kept up to token `end`, and its slot, as SGLang's send_kv_chunk finds them."""
         scheduler = self._scheduler
         row = request.kv.req_pool_idx
         allocator, pool = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
         page_size = allocator.page_size
-        whole = end if last else end // page_size * page_size
-        places = allocator.translate_kv_indices_for_transfer(pool.req_to_token[row, :whole])
+        places = allocator.translate_kv_indices_for_transfer(pool.req_to_token[row, :end])
         slot = None
-        if last and hasattr(pool, "req_index_to_mamba_index_mapping"):
+        if state and hasattr(pool, "req_index_to_mamba_index_mapping"):
             slot = HostCopy(pool.translate_mamba_indices(pool.req_index_to_mamba_index_mapping[row]))
         return Placed(HostCopy(places[::page_size] // page_size), slot)
 
@@ -272,14 +290,25 @@ def around_linear_extend(
 def around_checkpoint(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **others: Any) -> Any:
     """SGLang's checkpoint_disagg_prefill: before a chunk is handed over, or the next one runs."""
     layerwise = _of(scheduler)
-    if layerwise is not None:
+    move = None
+    try:
+        move = layerwise.move(request) if layerwise is not None else None
+    except Exception as error:
+        _lost(layerwise, request, error)
+    result = original(scheduler, request, *args, **others)
+    if layerwise is not None and move is not None:
         try:
-            layerwise.move(request)
+            layerwise.moved(request, move)
         except Exception as error:
-            # Nothing may be read any more from where the request was.
-            layerwise.report("a request is moved")
-            layerwise.side.fail(request.bootstrap_room, f"{type(error).__name__}: {error}")
-    return original(scheduler, request, *args, **others)
+            _lost(layerwise, request, error)
+    return result
+
+
+def _lost(layerwise: Layerwise | None, request: Any, error: Exception) -> None:
+    """It is not known where a request is: nothing of it may be read any more."""
+    if layerwise is not None:
+        layerwise.report("a request is moved")
+        layerwise.side.fail(request.bootstrap_room, f"{type(error).__name__}: {error}")
 
 
 def _of(scheduler: Any) -> Layerwise | None:

@@ -137,16 +137,14 @@ def prefill_side(rank: Rank, options: Options, engine: Engine, memory: torch.Ten
     )
 
 
-def layerwise(rank: Rank, options: Options, side: PrefillSide) -> Layerwise | None:
-    """What follows the forward passes of a prefill rank; None where they are not to be, or cannot be, followed."""
+def layerwise(rank: Rank, options: Options, side: PrefillSide) -> Layerwise:
+    """What follows the forward passes of a prefill rank, and where its requests are kept."""
     manifest = rank.manifest
     assert manifest is not None
-    if not options.layerwise:
-        return None
-    if manifest.coordinates.pp_size > 1:
+    stages = manifest.coordinates.pp_size
+    if options.layerwise and stages > 1:
         logger.info("%s: with pipeline stages everything is sent at the end of each chunk", rank.name)
-        return None
-    return Layerwise(rank.scheduler, side, rank.pool, rank.device)
+    return Layerwise(rank.scheduler, side, rank.pool, rank.device, early=options.layerwise and stages == 1)
 
 
 def decode_side(

@@ -23,7 +23,8 @@ from sglang_hetero.transfer.counters import Counters
 from sglang_hetero.transfer.decode import DecodeSide
 from sglang_hetero.transfer.engine.base import Engine
 from sglang_hetero.transfer.link import Endpoint
-from sglang_hetero.transfer.prefill import FirstToken, PrefillSide
+from sglang_hetero.transfer.outbox import FirstToken
+from sglang_hetero.transfer.prefill import PrefillSide
 from sglang_hetero.transfer.sources import SourceSet
 
 from . import capability, make

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 PATIENCE = 4
 """Of so many turns one goes to who has waited longest: a short request beside a long one takes about a third longer
-than alone, and the long one keeps a quarter."""
+than alone, and the long one keeps a quarter beside it. Those who wait share these turns."""
 
 
 class Lines(Generic[Owner, Item]):

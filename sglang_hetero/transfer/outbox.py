@@ -71,6 +71,16 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class FirstToken:
+    """What decode needs beside the caches to go on with a request: the token and the rows of SGLang's metadata."""
+
+    token: int
+    aux: tuple[bytes, ...]
+    tokens: int
+    """Length of the prompt."""
+
+
+@dataclass(frozen=True)
 class Placed:
     """Where the source keeps a request, from its start to the end of a chunk that the model computes now.
 
@@ -84,6 +94,14 @@ class Placed:
     def ready(self) -> bool:
         """Whether they can be read."""
         return self.ids.ready() and (self.slot is None or self.slot.ready())
+
+
+@dataclass(frozen=True)
+class Move:
+    """SGLang may be moving a request: which move it is, and how many of its pages have a place."""
+
+    leaves: int
+    pages: int
 
 
 @dataclass(eq=False)
@@ -210,7 +228,9 @@ class Outbox:
     moves: int = 0
     """The same, and how often it turned out where: what was read meanwhile may have been somebody else's."""
     moving: bool = False
-    """Whether it may have, and has not said yet where the request is now: nothing is read."""
+    """Whether it may have, and has not said yet where the request is now: nothing is read, nobody is told where."""
+    first: FirstToken | None = None
+    """What waits for that to be told."""
     progress: float = 0.0
     """When something last happened, on the clock of the side."""
     perf: SentRecord = field(default_factory=unlooked)
@@ -266,7 +286,6 @@ class Outbox:
         if chunk.placed is not None:
             if not chunk.handed_over and chunk.leaves == self.leaves:
                 self._place(chunk, chunk.placed.ids.array(), chunk.placed.slot)
-                self.moving = False
             chunk.placed = None
         chunk.reached = max(chunk.reached, mark)
         return True
@@ -278,15 +297,36 @@ class Outbox:
         if slot is not None:
             (self.slot,) = slot.array().tolist()
 
-    def move(self) -> None:
+    def move(self) -> Move | None:
         """SGLang may put the request into other pages and another slot now, and give the present ones away.
 
-        It does when a prefix cache takes the prompt over and has some of it already. What has been sent is right; what
-        is being read must be read again, and the rest waits until a chunk is begun or handed over.
+        It does when a prefix cache takes the prompt over and has some of it already, also pages of chunks that were
+        handed over long ago. What has been sent is right; what is being read must be read again, and the rest waits
+        until `locate` says where the request is. None: nothing of it is known yet, so that nothing is to be said.
         """
+        if not self.chunks:
+            return None
         self.leaves += 1
         self.moves += 1
         self.moving = True
+        return Move(self.leaves, self.chunks[-1].end_page)
+
+    def locate(self, move: Move, placed: Placed) -> bool:
+        """Where the request is after a move; False if it has moved again. placed: ready, of all pages up to the move's.
+
+        Raises ProtocolError if there are not as many.
+        """
+        if move.leaves != self.leaves:
+            return False
+        ids = placed.ids.array()
+        if len(ids) != move.pages:
+            raise ProtocolError(f"SGLang has moved {move.pages} pages, and {len(ids)} are known")
+        # A chunk that was begun since is behind these.
+        self.pages = np.concatenate([ids, self.pages[move.pages :]])
+        if placed.slot is not None and any(chunk.last for chunk in self.chunks):
+            (self.slot,) = placed.slot.array().tolist()
+        self.moving = False
+        return True
 
     def hand_over(self, chunk: Chunk, ids: Ids, slot: int) -> None:
         """SGLang's scheduler says what it has computed, and where it lies now. ids: of the chunk's pages. slot: with
@@ -307,8 +347,6 @@ class Outbox:
         # A later chunk that has been begun keeps its pages.
         self.pages = np.concatenate([self.pages[: chunk.first_page], ids, self.pages[chunk.end_page :]])
         self.slot = slot if chunk.last else self.slot
-        # Of a chunk that was begun before the request moved it is still to be said where it is.
-        self.moving = self.moving and any(not each.handed_over and each.leaves < self.leaves for each in self.chunks)
 
     def extend(self, destination: Destination) -> None:
         """Bring a destination's sequence up to what the source's caches hold."""

@@ -7,7 +7,6 @@ Three kinds of threads come here: those that receive messages (`handle`, `topolo
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,20 +19,10 @@ from .dispatch import MAX_PARKED, MAX_REPLACED, Dispatch
 from .lifetime import SendingStatus
 from .link import Endpoint
 from .mover import Mover
-from .outbox import Chunk, Ids, Outbox, Peer, Placed, destination_of
+from .outbox import Chunk, FirstToken, Ids, Move, Outbox, Peer, Placed, destination_of
 from .pieces import Mark
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    """What decode needs beside the caches to go on with a request: the token and the rows of SGLang's metadata."""
-
-    token: int
-    aux: tuple[bytes, ...]
-    tokens: int
-    """Length of the prompt."""
 
 
 class PrefillSide(Dispatch):
@@ -218,14 +207,15 @@ class PrefillSide(Dispatch):
                 return
             destination = self._destinations.get(key)
             outbox = self._rooms.get(message.room)
-            if outbox is not None and isinstance(message, messages.Finish):
-                outbox.left(message.incarnation, message.epoch)
             if destination is None or outbox is None or outbox.ended:
+                if outbox is not None and outbox.ended and isinstance(message, messages.Finish):
+                    outbox.left(message.incarnation, message.epoch)
                 return  # of a request that has ended here
             outbox.progress = self._clock()
             try:
                 if isinstance(message, messages.Finish):
                     destination.sending.finished()
+                    destination.left = True
                 elif message.stage == self.manifest.coordinates.pp_rank:
                     destination.sending.acked(message.upto)
                 else:
@@ -322,12 +312,27 @@ class PrefillSide(Dispatch):
             return
         self._advance(outbox)
 
-    def move(self, room: int) -> None:
-        """SGLang may move the request to other pages now; the next chunk that is begun or sent says where it is."""
+    def move(self, room: int) -> Move | None:
+        """SGLang may move the request to other pages now; `locate` has to say where it is. None: it need not."""
         with self._lock:
             outbox = self._rooms.get(room)
-            if outbox is not None and not outbox.ended:
-                outbox.move()
+            return outbox.move() if outbox is not None and not outbox.ended else None
+
+    def locate(self, room: int, move: Move, placed: Placed) -> None:
+        """Where the request is after a move. placed: ready; its ids are of all pages that the move tells."""
+        first = None
+        try:
+            with self._lock:
+                outbox = self._rooms.get(room)
+                if outbox is None or outbox.ended or not outbox.locate(move, placed):
+                    return
+                first, outbox.first = outbox.first, None
+        except HeteroError as error:
+            self.fail(room, f"{self.manifest.label}: {error}")
+            return
+        self._advance(outbox)
+        if first is not None:
+            self._tell_first(outbox, first)
 
     def follows(self, room: int) -> bool:
         """Whether a request's chunks may be begun: every decode rank has said where it goes."""
@@ -373,10 +378,17 @@ class PrefillSide(Dispatch):
         self._advance(outbox)
         if first is None:
             return
+        with self._lock:
+            if outbox.moving:
+                outbox.first = first  # the message says where the request is
+                return
+        self._tell_first(outbox, first)
+
+    def _tell_first(self, outbox: Outbox, first: FirstToken) -> None:
         try:
             self._control(self._first_generation(outbox, first))
         except HeteroError as error:
-            self.fail(room, f"{self.manifest.label} could not tell the first token: {error}")
+            self.fail(outbox.room, f"{self.manifest.label} could not tell the first token: {error}")
 
     def _first_generation(self, outbox: Outbox, first: FirstToken) -> messages.FirstGeneration:
         return messages.FirstGeneration(

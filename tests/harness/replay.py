@@ -69,6 +69,8 @@ class Replay:
         self._results: deque[tuple[Any, Any]] = deque()
         self._last_batch: Any = None
         self._bound: frozenset[int] = frozenset()
+        self._moved: dict[int, int] = {}
+        """Tokens of each room that are in other pages than it got."""
         self._slept = 0.0
         self._ended = 0.0, 0
         """When the layers had run, and what had left the rank by then."""
@@ -128,10 +130,13 @@ class Replay:
     def _move(self, request: Any, up_to: int) -> None:
         """As a prefix cache does that has the pages of a chunk already: the request gets those, its own are free.
 
-        The next owner overwrites them at once.
+        The next owner overwrites them at once. The last page of a chunk that is not the last is taken over with the
+        next one only, when it has been handed over, as where SGLang's keys are pairs of tokens.
         """
-        live, page_size = self.rank.live[request.bootstrap_room], self.geometry.page_size
-        start, end = request.prefix_len // page_size * page_size, up_to // page_size * page_size
+        room = request.bootstrap_room
+        live, page_size = self.rank.live[room], self.geometry.page_size
+        start, end = self._moved.get(room, 0), up_to // page_size * page_size
+        end -= page_size if up_to < live.request.tokens else 0
         if end <= start:
             return
         left, found = live.locations[start:end], self.pools.allocator.alloc(end - start)
@@ -145,6 +150,7 @@ class Replay:
         self.pools.allocator.free(left[::page_size].long())
         live.locations = torch.cat([live.locations[:start], found, live.locations[end:]])
         self.pools.requests.write((request.kv.req_pool_idx, slice(start, end)), found.int())
+        self._moved[room] = end
 
     # The batch.
 

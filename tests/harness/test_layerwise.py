@@ -208,11 +208,14 @@ def test_a_request_that_is_bound_while_prefill_computes(harness: Harness, overla
 
 
 @orders
-def test_a_prefix_cache_puts_the_request_into_other_pages(harness: Harness, overlap: bool) -> None:
+@pytest.mark.parametrize("prefill", [{}, AT_THE_END], ids=["layerwise", "at-the-end"])
+def test_a_prefix_cache_puts_the_request_into_other_pages(
+    harness: Harness, overlap: bool, prefill: dict[str, str]
+) -> None:
     """After each chunk, before it is handed over; what the request has left is overwritten at once."""
     moves = Forward(LAYER_SECONDS, overlap=overlap, moves=True)
     decode = [{**VERIFY, "SGLANG_HETERO_WINDOW": window, **mode} for mode in MODES for window in ("2", "16")]
-    with harness.pair(SHAPE, prefill_tp=2, decode_tp=1, decode_env=decode) as pair:
+    with harness.pair(SHAPE, prefill_tp=2, decode_tp=1, prefill_env=prefill, decode_env=decode) as pair:
         handoffs = [*around_pages(64), Handoff(301, 5, seed=20)]
         everywhere = [replace(each, decode=number) for number in range(len(decode)) for each in handoffs]
         for forward in (moves, replace(moves, layer_seconds=0.0)):

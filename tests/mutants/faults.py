@@ -335,12 +335,20 @@ FAULTS = [
     ),
     Fault("the place of a chunk goes back", _OUTBOX, "if not chunk.handed_over and chunk.leaves", "if chunk.leaves"),
     Fault("a place from before the move is used", _OUTBOX, " and chunk.leaves == self.leaves:", ":"),
+    Fault("the place of an earlier move counts", _OUTBOX, "if move.leaves != self.leaves:", "if False:"),
     Fault(
-        "an earlier chunk's hand-over ends the move",
+        "a move is over with the hand-over",
         _OUTBOX,
-        "each.leaves < self.leaves for each in self.chunks",
-        "False for each in self.chunks",
+        "        # A later chunk that has been begun",
+        "        self.moving = False\n        # A later chunk that has been begun",
     ),
+    Fault(
+        "the first token is told while the request moves",
+        _PREFILL,
+        "            if outbox.moving:\n",
+        "            if False:\n",
+    ),
+    Fault("only the chunk's own pages move", _OUTBOX, "np.concatenate([ids, self.pages[move.pages :]])", "self.pages"),
     Fault(
         "pages are read while the request moves", _DISPATCH, "if outbox is None or outbox.moving:", "if outbox is None:"
     ),
@@ -357,7 +365,7 @@ FAULTS = [
         "self.reached != COMPLETE:",
     ),
     Fault("begun before all have bound", _PREFILL, "outbox.ended or not outbox.bound:", "outbox.ended:"),
-    Fault("notes are told before they are due", _FOLLOWER, "if not self._due(note):", "if False:"),
+    Fault("notes are told before they are due", _FOLLOWER, "if not self._due(self._notes[0]):", "if False:"),
     Fault(
         "a layer that is written in parts is done with the first",
         _LAYERWISE,
@@ -371,5 +379,5 @@ FAULTS = [
         "self.side.follows(room):\n                sender.hetero_unseen = True\n",
         "self.side.follows(room):\n",
     ),
-    Fault("a middle chunk has a slot", _LAYERWISE, "if last and hasattr(pool", "if hasattr(pool"),
+    Fault("a middle chunk has a slot", _LAYERWISE, "whole, state=last)", "whole, state=True)"),
 ]

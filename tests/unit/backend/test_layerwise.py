@@ -10,7 +10,7 @@ from sglang_hetero.backend import layerwise
 from sglang_hetero.backend.layerwise import Layerwise, around_checkpoint, around_linear_extend, around_run_batch
 from sglang_hetero.layout.component import Item
 from sglang_hetero.transfer.counters import Counters
-from sglang_hetero.transfer.outbox import Chunk
+from sglang_hetero.transfer.outbox import Chunk, Move
 from sglang_hetero.transfer.pieces import COMPLETE, layer_done
 
 PAGE = 4
@@ -30,6 +30,7 @@ class Side:
         self.nothing: set[int] = set()
         self.over: list[tuple] = []
         self.moved: list[int] = []
+        self.located: list[tuple] = []
         self.failed: list[tuple] = []
 
     def follows(self, room):
@@ -52,6 +53,10 @@ class Side:
         if room in self.error:
             raise RuntimeError("no")
         self.moved.append(room)
+        return Move(1, 2)
+
+    def locate(self, room, move, placed):
+        self.located.append((room, move, placed.ids.array().tolist(), placed.slot.array().tolist()))
 
     def fail(self, room, reason):
         self.failed.append((room, reason))
@@ -331,6 +336,7 @@ def test_a_request_that_a_prefix_cache_takes_over_is_moved_before_it_is(world):
     request = world.request(5, 8, 8)
     assert around_checkpoint(checkpoint, world.scheduler, request) == "result"
     assert seen == [[5]]
+    assert world.side.located == [(5, Move(1, 2), [10, 11], [111])]
     world.shares = False  # the cache is off: a request stays where it is
     around_checkpoint(checkpoint, world.scheduler, request)
     around_checkpoint(checkpoint, world.scheduler, world.request(7, 8, 8, disagg_kv_sender=None))
@@ -339,3 +345,23 @@ def test_a_request_that_a_prefix_cache_takes_over_is_moved_before_it_is(world):
     assert around_checkpoint(checkpoint, world.scheduler, request) == "result"
     assert world.side.failed == [(5, "RuntimeError: no")]
     assert around_checkpoint(checkpoint, SimpleNamespace(), request) == "result"
+
+
+def test_without_layers_only_moves_are_seen():
+    """SGLANG_HETERO_LAYERWISE=0, or pipeline stages."""
+    world = World()
+    world.layerwise._early = False
+    world.run(world.request(5, 8, 8))
+    assert not world.side.begun
+    pool = Pool()
+    Layerwise(world.scheduler, world.side, pool, torch.device("cpu"), early=False).close()
+    assert pool.set_kv_buffer.__func__ is Pool.set_kv_buffer
+    around_checkpoint(lambda scheduler, request: None, world.scheduler, world.request(5, 8, 8))
+    assert world.side.located == [(5, Move(1, 2), [10, 11], [111])]
+
+
+def test_a_place_that_cannot_be_read_fails_the_request(world):
+    request = world.request(5, 8, 8)
+    del world.scheduler.req_to_token_pool
+    assert around_checkpoint(lambda scheduler, request: "result", world.scheduler, request) == "result"
+    assert [room for room, _ in world.side.failed] == [5]

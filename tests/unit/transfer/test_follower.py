@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sglang_hetero.transfer.device import HostCopy
-from sglang_hetero.transfer.follower import Begun, Follower, Note
-from sglang_hetero.transfer.outbox import Chunk, Placed
+from sglang_hetero.transfer.follower import Begun, Follower, Located, Note
+from sglang_hetero.transfer.outbox import Chunk, Move, Placed
 from sglang_hetero.transfer.pieces import COMPLETE, NOTHING, layer_done
 
 SECONDS = 5.0
@@ -29,6 +29,9 @@ class Recorder:
             error, self.error = self.error, None
             raise error
         self.told.append((room, mark))
+
+    def locate(self, room, move, placed) -> None:
+        self.told.append((room, move, placed))
 
     def computed(self, room, *, last) -> None:
         self.told.append((room, "computed", last))
@@ -137,3 +140,36 @@ def test_stop_while_a_device_never_comes_to_an_end(recorder):
     follower.stop()
     follower.thread.join(SECONDS)
     assert not follower.thread.is_alive() and recorder.told == []
+
+
+def test_a_move_is_told_when_its_place_can_be_read_and_in_its_turn(recorder, follower):
+    class Slow(HostCopy):
+        known = False
+
+        def ready(self) -> bool:
+            return self.known
+
+    copy = Slow(torch.tensor([1]))
+    placed, move = Placed(copy), Move(1, 1)
+    follower.put(Located(5, move, placed))
+    follower.put(Note(begun(1), COMPLETE, lambda: True))
+    time.sleep(0.02)
+    assert recorder.told == []
+    copy.known = True
+    until(lambda: recorder.told == [(5, move, placed), (1, COMPLETE)])
+
+
+def test_an_error_of_one_request_is_not_anothers(recorder, follower):
+    recorder.error = RuntimeError("no")
+    follower.put(Note(begun(1, 2), COMPLETE, lambda: True))
+    until(lambda: recorder.told == [(2, COMPLETE)])
+
+
+def test_no_note_is_lost_between_a_look_and_the_sleep_after_it(recorder, follower):
+    """Nobody wakes the thread but the note itself."""
+    for room in range(300):
+        first, done = begun(room), len(recorder.told)
+        follower.put(Note(first, layer_done(0), lambda: True))
+        until(lambda done=done: len(recorder.told) > done)
+        follower.put(Note(first, COMPLETE, lambda: True))
+    until(lambda: len(recorder.told) == 600)

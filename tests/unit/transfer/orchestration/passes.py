@@ -7,7 +7,7 @@ import torch
 
 from sglang_hetero.layout.component import Item, Role
 from sglang_hetero.transfer.device import HostCopy
-from sglang_hetero.transfer.outbox import Chunk, Placed
+from sglang_hetero.transfer.outbox import Chunk, Move, Placed
 from sglang_hetero.transfer.pieces import COMPLETE, Mark, layer_done
 from tests.reshard_oracle.handover import Place
 from tests.reshard_oracle.rank import repeated_byte
@@ -27,7 +27,8 @@ class Pass:
 
     late: passes by which send_kv_chunk comes behind its own, as with SGLang's overlap schedule (1). tail: tokens of the
     next page that every chunk but the last computes as well. to: where a prefix cache moves the request, chunk by
-    chunk, behind each pass: its pages and slot at the end; what it leaves is overwritten.
+    chunk, behind each pass: its pages and slot at the end; what it leaves is overwritten. lag: pages at the end of a
+    chunk that it takes over with the next one only, when they have been handed over.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Pass:
         late: int = 0,
         tail: int = 0,
         to: Place | None = None,
+        lag: int = 0,
     ) -> None:
         self.world, self.node, self.request, self.late, self.tail, self.to = world, node, request, late, tail, to
         self.pages, self.slot = list(request.source.pages), request.source.slot
+        self.lag, self.moved = lag, 0
         model_layers = {layer for role, layer in node.rank.buffers if not role.draft}
         self.layers = sorted(model_layers)
         self.steps = self._steps()
@@ -111,16 +114,25 @@ class Pass:
         return number
 
     def _move(self, number: int) -> None:
-        """The chunk's pages are other ones from now on, and behind the last chunk the slot is."""
+        """Pages are other ones from now on, of this chunk and earlier ones, and behind the last chunk the slot is."""
         assert self.to is not None
-        self.node.side.move(self.request.room)
-        begin, end = ((0, *self.request.ends)[number], self.request.ends[number])
-        for position in range(begin, end):
+        last = number == len(self.request.ends) - 1
+        move = self.node.side.move(self.request.room)
+        end = self.request.ends[number] - (0 if last else self.lag)
+        for position in range(self.moved, end):
             self._carry(Item.PAGE, self.pages[position], self.to.pages[position])
             self.pages[position] = self.to.pages[position]
-        if number == len(self.request.ends) - 1:
+        self.moved = max(self.moved, end)
+        if last:
             self._carry(Item.SLOT, self.slot, self.to.slot)
             self.slot = self.to.slot
+        if move is not None:
+            self.locate(move)
+
+    def locate(self, move: Move) -> None:
+        """Say where the request is."""
+        placed = Placed(HostCopy(torch.tensor(self.pages[: move.pages])), HostCopy(torch.tensor(self.slot)))
+        self.node.side.locate(self.request.room, move, placed)
 
     def _carry(self, kind: Item, old: int, new: int) -> None:
         for rank in (self.node.rank, self.node.twin):

@@ -47,26 +47,27 @@ def test_pairs(pair, mode, late):
             world.check()
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("mode", StateMode)
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: f"{len(pair[0])}-{pair[1][0]}-{pair[1][1]}")
-def test_a_prefix_cache_moves_the_request_while_it_is_sent(pair, mode, late):
-    """Behind every pass, to other pages; what it has left belongs to somebody else at once."""
-    chance = random.Random(hash((len(pair[0]), pair[1], mode, late)))
-    for seed in range(3):
-        with World(*pair, mode=mode, window=chance.randint(1, 4), seed=seed + 1, verify=seed == 2) as world:
+def test_a_prefix_cache_moves_the_request_while_it_is_sent(pair, mode, late, lag):
+    """Behind every pass, to other pages, also of earlier chunks; what it has left belongs to somebody else at once."""
+    chance = random.Random(f"{len(pair[0])} {pair[1]} {mode} {late} {lag}")
+    for seed in range(2):
+        with World(*pair, mode=mode, window=chance.randint(1, 4), seed=seed + 1, verify=seed == 1) as world:
             request = world.start(1, 22, 2, 4, computed=False)
             to = world._place(0, request.ends[-1])
             world.until(lambda w=world, r=request: w.is_bound(r), send=False)
-            passes = [Pass(world, node, request, late=late, tail=seed, to=to) for node in world.prefill]
+            passes = [Pass(world, node, request, late=late, tail=seed, to=to, lag=lag) for node in world.prefill]
             run(world, passes, chance)
             request.sent = len(request.ends)
             world.serve(request)
             world.check()
 
 
-@pytest.mark.parametrize("found", ["by the next chunk", "by the hand-over"])
-def test_a_batch_that_was_on_its_way_when_the_request_moved_is_written_again(found):
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_batch_that_was_on_its_way_when_the_request_moved_is_written_again(late):
     """Its bytes were read from pages that somebody else has by now; nothing of it is announced before it is right."""
     with World(FOUR, (2, 1), window=8) as world:
         request = world.start(1, 22, 2, computed=False)
@@ -76,7 +77,6 @@ def test_a_batch_that_was_on_its_way_when_the_request_moved_is_written_again(fou
         for node in world.prefill:
             gates.append(Gate())
             node.engine.script.next(Fault(gate=gates[-1]))
-        late = int(found == "by the next chunk")
         passes = [Pass(world, node, request, to=to, late=late) for node in world.prefill]
         layers = len(passes[0].layers)
         for one, gate in zip(passes, gates, strict=True):
@@ -100,11 +100,20 @@ def test_a_batch_that_was_on_its_way_when_the_request_moved_is_written_again(fou
 def test_nothing_is_read_between_a_move_and_the_word_of_where():
     with World(FOUR, (2, 1), window=8) as world:
         request, chunks = started(world)
-        for node, chunk in zip(world.prefill, chunks, strict=True):
-            node.side.move(1)
-            node.side.reached(1, chunk, COMPLETE)
+        passes = [Pass(world, node, request) for node in world.prefill]
+        moves = []
+        for one, chunk in zip(passes, chunks, strict=True):
+            moves.append([one.node.side.move(1), one.node.side.move(1)])
+            one.node.side.reached(1, chunk, COMPLETE)
+        world.send_chunk(request)  # with the first token, whose message says where the request is
         world.rounds(5, send=False)
-        assert not world.network.sent(messages.Ready)
+        assert not world.network.sent(messages.Ready, messages.FirstGeneration)
+        for one, (old, _) in zip(passes, moves, strict=True):
+            one.locate(old)  # it has moved again since
+        world.rounds(5, send=False)
+        assert not world.network.sent(messages.Ready, messages.FirstGeneration)
+        for one, (_, new) in zip(passes, moves, strict=True):
+            one.locate(new)
         world.serve(request)
         world.check()
 
@@ -360,18 +369,41 @@ def test_the_hand_over_of_an_earlier_chunk_says_nothing_of_a_later_one_that_has_
             for _ in range(layers + 1):
                 one.step()  # the first chunk; it moves behind that
         world.until(lambda: all(len(entries(world, node)) == 6 for node in world.prefill), send=False)
+        moves = []
         for one in passes:
             one.node.side.move(1)
             begin = one._begin(1)
-            one.node.side.move(1)  # with the second chunk begun, and told below
+            moves.append(one.node.side.move(1))  # with the second chunk begun, and told below
             world.send_chunk_of(one.node, request, 0)
             one.node.side.reached(1, begin, COMPLETE)
         told = len(world.network.sent(messages.Ready))
         world.rounds(5, send=False)
         assert len(world.network.sent(messages.Ready)) == told
-        for one in passes:
+        for one, move in zip(passes, moves, strict=True):
             one._write(1, lambda role, at: True)
+            one.locate(move)
             world.send_chunk_of(one.node, request, 1)
         request.sent = len(request.ends)
+        world.serve(request)
+        world.check()
+
+
+def test_a_move_that_names_too_few_pages_fails_the_request():
+    with World(FOUR, (2, 1)) as world:
+        request, _ = started(world)
+        side = world.prefill[0].side
+        move = side.move(1)
+        side.locate(1, move, Placed(HostCopy(torch.tensor([3]))))
+        assert "moved 2 pages, and 1 are known" in side.failure(1)
+        world.until(lambda: world.failed(request), send=False)
+        world.end(request)
+        world.check()
+
+
+def test_what_is_not_known_does_not_move():
+    with World(FOUR, (2, 1)) as world:
+        side = world.prefill[0].side
+        request = world.start(1, 8)
+        assert side.move(1) is None and side.move(2) is None
         world.serve(request)
         world.check()

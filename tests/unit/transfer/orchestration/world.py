@@ -14,8 +14,8 @@ from sglang_hetero.layout import Coordinates, Side
 from sglang_hetero.reshard import plan
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.engine.loopback import Fabric, LoopbackEngine
+from sglang_hetero.transfer.outbox import FirstToken
 from sglang_hetero.transfer.pieces import StateMode
-from sglang_hetero.transfer.prefill import FirstToken
 from sglang_hetero.transfer.reception import Progress, Settings
 from sglang_hetero.transfer.sources import SourceSet
 from tests.reshard_oracle.handover import Place
