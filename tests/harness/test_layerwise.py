@@ -105,7 +105,14 @@ def for_each_mode(handoffs: Sequence[Handoff]) -> list[Handoff]:
     return [replace(each, decode=number % len(MODES)) for number, each in enumerate(handoffs)]
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if (number + number // 2) % 2 else pytest.param(case, marks=pytest.mark.full)
+        for number, case in enumerate(cases())
+    ],
+    ids=lambda case: case.id,
+)
 def test_every_byte_arrives_and_no_other_is_written(harness: Harness, case: Case) -> None:
     equal = ALWAYS if case.prefill_tp == case.decode_tp else {}
     common = {"SGLANG_HETERO_WINDOW": case.window, **equal, **(VERIFY if case.verify else {})}
@@ -195,7 +202,15 @@ def test_a_layer_that_is_stored_in_parts(harness: Harness, overlap: bool) -> Non
 
 
 @orders
-@pytest.mark.parametrize(("bound", "told"), [(1, 0), (1, 2), (2, 0), (3, 0), (0, 1), (0, 2), (0, 3)])
+@pytest.mark.parametrize(
+    ("bound", "told"),
+    [
+        (1, 0),
+        (1, 2),
+        (0, 2),
+        *(pytest.param(*late, marks=pytest.mark.full) for late in [(2, 0), (3, 0), (0, 1), (0, 3)]),
+    ],
+)
 def test_a_request_that_is_bound_while_prefill_computes(harness: Harness, overlap: bool, bound: int, told: int) -> None:
     """SGLang's optimistic prefill: the handshake ends after some chunks, and its scheduler may learn of it later."""
     forward = Forward(LAYER_SECONDS, overlap=overlap)

@@ -154,6 +154,7 @@ def test_a_cached_prefix_gives_the_same_tokens(served):
     served.check(longer, again, drafts=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("served", [BFLOAT16], ids=lambda setup: setup.id, indirect=True)
 def test_bf16_is_close_to_fp32(served):
     """Two tokens: the first says that prefill is right, the second that decode took its state over."""
