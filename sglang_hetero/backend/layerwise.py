@@ -19,7 +19,7 @@ import torch
 from sglang_hetero.layout.component import Item
 from sglang_hetero.transfer.device import ForwardLane, HostCopy
 from sglang_hetero.transfer.follower import Begun, Follower, Located, Note
-from sglang_hetero.transfer.outbox import Move, Placed
+from sglang_hetero.transfer.outbox import REPORT, Move, Placed, covered
 from sglang_hetero.transfer.pieces import COMPLETE, layer_done
 from sglang_hetero.transfer.prefill import PrefillSide
 
@@ -156,7 +156,7 @@ class Layerwise:
             tokens = len(request.origin_input_ids)
             end, last = min(request.extend_end, tokens), request.extend_end >= tokens
             page_size = self._scheduler.token_to_kv_pool_allocator.page_size
-            whole = end if last else end // page_size * page_size
+            whole = min(end, covered(end, page_size, last=last) * page_size)
             forward.waiting.append((sender, room, end, last, self._place(request, whole, state=last)))
         return forward if forward.waiting else None
 
@@ -308,7 +308,8 @@ def _lost(layerwise: Layerwise | None, request: Any, error: Exception) -> None:
     """It is not known where a request is: nothing of it may be read any more."""
     if layerwise is not None:
         layerwise.report("a request is moved")
-        layerwise.side.fail(request.bootstrap_room, f"{type(error).__name__}: {error}")
+        reason = f"it is not known where SGLang's prefix cache has put it ({type(error).__name__}: {error}); {REPORT}"
+        layerwise.side.fail(request.bootstrap_room, f"{layerwise.side.manifest.label}: {reason}")
 
 
 def _of(scheduler: Any) -> Layerwise | None:

@@ -19,7 +19,7 @@ COUNTS = {
     "pieces": "pieces merged into caches",
     "verified": "pieces compared with the source's digests (SGLANG_HETERO_VERIFY=1)",
     "differences": "pieces that differed from the source's digests",
-    "hidden": "forward passes that did not tell their layers, so that their caches went at the end of the chunk",
+    "hidden": "forward passes, and layers, that were not followed: their caches go at the end of the chunk at last",
     "again": "batches written again, because SGLang had moved the request meanwhile",
     "dropped": "messages of peers that were not right",
 }

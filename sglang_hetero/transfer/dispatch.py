@@ -291,7 +291,6 @@ class Dispatch:
             if not (batch or destination.owes_total):
                 destination.queued = False
                 return False
-            destination.taken = max(destination.taken, taken.stop) if batch else destination.taken
             source = Held(outbox.pages, outbox.slot, outbox.tokens, outbox.moves)
         try:
             problem = self._write(destination, batch, source)
@@ -323,7 +322,6 @@ class Dispatch:
             if batch and moved and destination.sending.status is SendingStatus.SENDING:
                 self.counters.add("again")
                 destination.sending.take_back()
-                destination.taken = batch[0][0]
                 return ""
             if batch:
                 destination.sending.wrote()

@@ -70,6 +70,21 @@ class Peer:
         return self.plan, self.side
 
 
+REPORT = (
+    "start prefill with SGLANG_HETERO_LAYERWISE=0 and --disable-radix-cache, and report this with the versions of "
+    "SGLang and sglang-hetero"
+)
+"""What to do where SGLang does something that this release does not know of."""
+
+
+def covered(end: int, page_size: int, *, last: bool) -> int:
+    """Pages that are complete when the prompt has been computed up to token `end`, as send_kv_chunk counts them.
+
+    Full ones only, unless it is the prompt's last token.
+    """
+    return -(-end // page_size) if last else end // page_size
+
+
 @dataclass(frozen=True)
 class FirstToken:
     """What decode needs beside the caches to go on with a request: the token and the rows of SGLang's metadata."""
@@ -162,8 +177,6 @@ class Destination:
     sending: Sending
     sequence: list[Piece] = field(default_factory=list)
     """Pieces in order; the number of a piece is its index."""
-    taken: int = 0
-    """How many of them have been taken for writing."""
     total_told: bool = False
     """Whether the peer knows how many there are."""
     chunks: int = 0
@@ -183,13 +196,13 @@ class Destination:
     def owes_total(self) -> bool:
         """Whether all is written and only the number of pieces has not been told."""
         sending = self.sending
-        all_taken = sending.total is not None and self.taken == sending.total and not sending.in_flight
+        all_taken = sending.total is not None and sending.taken == sending.total and not sending.in_flight
         return all_taken and not self.total_told and sending.status is SendingStatus.SENDING
 
     @property
     def untaken(self) -> int:
         """Pieces there are that have not been taken for writing."""
-        return len(self.sequence) - self.taken
+        return len(self.sequence) - self.sending.taken
 
     def fitting(self, nbytes: int) -> int:
         """How many of the next pieces are together at most so many bytes of this source, at least 1.
@@ -197,7 +210,7 @@ class Destination:
         A window holds the most there can be.
         """
         count = total = 0
-        for piece in self.sequence[self.taken : self.taken + len(self.units)]:
+        for piece in self.sequence[self.sending.taken : self.sending.taken + len(self.units)]:
             total += self.side.nbytes(piece)
             if total > nbytes:
                 break
@@ -268,7 +281,7 @@ class Outbox:
         if self.chunks and self.chunks[-1].last:
             return None
         first_page = self.chunks[-1].end_page if self.chunks else 0
-        pages = (-(-end // page_size) if last else end // page_size) - first_page
+        pages = covered(end, page_size, last=last) - first_page
         if pages < 0 or (not pages and not last):
             return None
         tokens = (end if last else (first_page + pages) * page_size) - first_page * page_size
@@ -320,7 +333,7 @@ class Outbox:
             return False
         ids = placed.ids.array()
         if len(ids) != move.pages:
-            raise ProtocolError(f"SGLang has moved {move.pages} pages, and {len(ids)} are known")
+            raise ProtocolError(f"SGLang has moved {move.pages} pages, and {len(ids)} are known; {REPORT}")
         # A chunk that was begun since is behind these.
         self.pages = np.concatenate([ids, self.pages[move.pages :]])
         if placed.slot is not None and any(chunk.last for chunk in self.chunks):
@@ -343,7 +356,7 @@ class Outbox:
             if not np.array_equal(known, ids) or known_slot != slot:
                 self.moves += 1  # read under way would be of where it was
         else:
-            raise ProtocolError(f"SGLang hands over {chunk}, but has computed {begun}")
+            raise ProtocolError(f"SGLang hands over {chunk}, but has computed {begun}; {REPORT}")
         # A later chunk that has been begun keeps its pages.
         self.pages = np.concatenate([self.pages[: chunk.first_page], ids, self.pages[chunk.end_page :]])
         self.slot = slot if chunk.last else self.slot

@@ -127,24 +127,18 @@ class TimedDecode(Bulk, DecodeRank):
 
         A request that does not end within `seconds` has the state that it is in.
         """
-        ends: dict[int, tuple[int, float]] = {}
-        deadline = time.monotonic() + seconds
-        while len(ends) < len(rooms):
-            left = [room for room in rooms if room not in ends]
-            late = time.monotonic() > deadline
-            for room, poll in zip(left, self.poll(left), strict=True):
-                if poll in TERMINAL or late:
-                    ends[room] = poll, time.monotonic()
-            time.sleep(POLL_SECONDS)
-        return [ends[room] for room in rooms]
+        return self._ends(rooms, seconds, waiting=set())
 
     def drive(self, rooms: Sequence[int], seconds: float) -> list[tuple[int, float]]:
         """Take requests from their handshake to their end as a scheduler without other work does.
 
         (KVPoll, when) of each, as of `await_ends`. Without other ranks, whose polls would have a say.
         """
+        return self._ends(rooms, seconds, waiting=set(rooms))
+
+    def _ends(self, rooms: Sequence[int], seconds: float, *, waiting: set[int]) -> list[tuple[int, float]]:
+        """waiting: those that still have to be admitted."""
         ends: dict[int, tuple[int, float]] = {}
-        admitted: set[int] = set()
         deadline = time.monotonic() + seconds
         while len(ends) < len(rooms):
             left = [room for room in rooms if room not in ends]
@@ -152,8 +146,8 @@ class TimedDecode(Bulk, DecodeRank):
             for room, poll in zip(left, self.poll(left), strict=True):
                 if poll in TERMINAL or late:
                     ends[room] = poll, time.monotonic()
-                elif poll == WAITING_FOR_INPUT and room not in admitted:
-                    admitted.update(self.admit([room]))
+                elif poll == WAITING_FOR_INPUT and room in waiting:
+                    waiting.difference_update(self.admit([room]))
             time.sleep(POLL_SECONDS)
         return [ends[room] for room in rooms]
 

@@ -311,8 +311,8 @@ FAULTS = [
     Fault(
         "a page that is not full goes with a chunk in the middle",
         _OUTBOX,
-        "if last else end // page_size) - first_page",
-        "if last else -(-end // page_size)) - first_page",
+        "if last else end // page_size\n",
+        "if last else -(-end // page_size)\n",
     ),
     Fault(
         "every chunk begins at the start",

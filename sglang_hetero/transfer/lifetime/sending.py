@@ -57,6 +57,11 @@ class Sending:
         return self._acked
 
     @property
+    def taken(self) -> int:
+        """All pieces below this have been taken for writing."""
+        return self._next
+
+    @property
     def in_flight(self) -> bool:
         """Whether a batch was taken of which neither `wrote` nor `write_failed` has told the end."""
         return self._batch is not None

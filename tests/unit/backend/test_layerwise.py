@@ -343,7 +343,8 @@ def test_a_request_that_a_prefix_cache_takes_over_is_moved_before_it_is(world):
     assert world.side.moved == [5]
     world.shares, world.side.error = True, {5}
     assert around_checkpoint(checkpoint, world.scheduler, request) == "result"
-    assert world.side.failed == [(5, "RuntimeError: no")]
+    ((room, reason),) = world.side.failed
+    assert room == 5 and "prefill: " in reason and "RuntimeError: no" in reason and "--disable-radix-cache" in reason
     assert around_checkpoint(checkpoint, SimpleNamespace(), request) == "result"
 
 
