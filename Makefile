@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup ascend-env demo test test-full unit mutants lint format bench clean
+.PHONY: help setup ascend-env demo test test-full unit mutants faults lint format bench clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
@@ -15,7 +15,8 @@ help:
 	@echo "make test-full"
 	@echo "             all of them, with every pair of TP sizes on real servers (about an hour)"
 	@echo "make unit    the tests that start no server (about 12 minutes)"
-	@echo "make mutants put in some eighty faults one by one; the tests must notice each; ends caught N/N"
+	@echo "make mutants put in about a hundred faults one by one; the tests must notice each; ends caught N/N"
+	@echo "make faults  kill, stop, cut and confuse running pairs and servers; ends N faults, 0 wrong, 0 leaked, 0 hung"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s, and the merge"
@@ -45,6 +46,9 @@ unit: setup ascend-env
 
 mutants: setup
 	@$(BIN)/python -m tests.mutants
+
+faults: setup
+	@OUT=$(abspath $(OUT)) $(BIN)/python -m tests.faults
 
 lint: setup
 	@$(BIN)/ruff format --check .

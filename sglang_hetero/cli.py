@@ -18,6 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
     from sglang_hetero.perf import command as trace
+    from sglang_hetero.state import command as state
 
     parser = argparse.ArgumentParser(
         prog="sglang-hetero",
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_parser(subparsers)
     explain.add_parser(subparsers)
     trace.add_parser(subparsers)
+    state.add_parser(subparsers)
     models.add_parser(subparsers)
     cpu.add_parser(subparsers)
     return parser

@@ -41,6 +41,10 @@ class MessageError(HeteroError):
     """Bytes are no message of ours, or a message says what cannot be."""
 
 
+class SealError(MessageError):
+    """A message is not sealed with this side's token, or has come before (docs/security.md)."""
+
+
 class ProtocolError(HeteroError):
     """A peer, or the code around a state machine, broke the order of a transfer; the room it happened in must fail."""
 
@@ -57,5 +61,18 @@ class ControlError(HeteroError):
     """The control service cannot be started or reached, or does not know what it is asked for."""
 
 
+class PeerAway(HeteroError):
+    """A server cannot be reached or is not ready; to ask again later may help. refused: its host says that nobody
+    listens there, so that its process has ended or not begun to listen."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+
+
 class TraceError(HeteroError):
     """A trace cannot be read or drawn (docs/perf.md)."""
+
+
+class StateError(HeteroError):
+    """What a server says of itself cannot be kept, read or asked for (docs/state.md)."""

@@ -34,8 +34,11 @@ def activate() -> None:
     try:
         from sglang_hetero.backend.hooks import install
         from sglang_hetero.backend.options import read
+        from sglang_hetero.backend.secret import seal_of
 
-        install(read(os.environ))
+        options = read(os.environ)
+        seal_of(options.token_file)  # each part of the server makes its own; a file that cannot serve is told now
+        install(options)
     except Exception as error:
         _stop("the transfer cannot be put in", error)
 

@@ -54,7 +54,7 @@ class SenderMixin:
     def clear(self) -> None:
         super().clear()  # type: ignore[misc]
         if self.kv_mgr.hetero_prefill is not None:
-            self.kv_mgr.hetero_prefill.release(self.bootstrap_room)
+            self.kv_mgr.hetero_prefill.release(self.bootstrap_room, self)
 
     def abort(self) -> None:
         side = self.kv_mgr.hetero_prefill
@@ -73,7 +73,7 @@ class ReceiverMixin:
     bootstrap_room: int
     bootstrap_infos: Any
     conclude_state: Any
-    prefill_dp_rank: int
+    prefill_dp_rank: int | None = None
     _hetero: bool = False
     """Whether the request takes our path."""
     _opened: bool = False
@@ -89,7 +89,12 @@ class ReceiverMixin:
             self.prefill_dp_rank = prefill_dp_rank
             self._give_up(reason)
             return
-        self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr)
+        try:
+            self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr)
+        except HeteroError as error:
+            self.prefill_dp_rank = prefill_dp_rank
+            self._give_up(str(error))
+            return
         if self._hetero:
             self._measured = self.kv_mgr.hetero_perf.created(self.bootstrap_room)
         super().init(prefill_dp_rank)  # type: ignore[misc]
@@ -189,6 +194,9 @@ class ReceiverMixin:
             self.kv_mgr.hetero_decode.fail(self.bootstrap_room, reason)
         elif self._hetero and self.conclude_state is None:
             self._tell_all(reason)
+        elif self.prefill_dp_rank is None and self.conclude_state is None:
+            # Its prefill server is not known yet. SGLang ends such a request, too, when it has asked often enough.
+            self._fail(f"the request was given up before it began: {self.kv_mgr.hetero_problem(self.bootstrap_addr)}")
         super().abort()  # type: ignore[misc]
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -198,9 +206,17 @@ class ReceiverMixin:
 
     def _settle(self) -> None:
         """Nothing of ours touches the request's pages after this; SGLang frees them next."""
-        if self._opened:
-            self._opened = False
-            self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        if not self._opened:
+            return
+        self._opened = False
+        self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
+        assert self._source_set is not None
+        now = self.kv_mgr.hetero_endpoints(self.bootstrap_addr, self.prefill_dp_rank)
+        if self.conclude_state == KVPoll.Failed and now != self._source_set.endpoints:
+            # Its prefill server was started again, and the new one waits for it.
+            self._tell_all(self.kv_mgr.hetero_reason(self.bootstrap_room))
 
     def _conclude(self) -> None:
         """SGLang lets go of the request: after Success it has committed it, and decode's queue gets it next."""
@@ -224,30 +240,23 @@ class ReceiverMixin:
         self._tell_all(reason)
 
     def _tell_all(self, reason: str) -> None:
-        """Tell every prefill rank that the request will not be bound."""
-        info = self.kv_mgr.hetero_info(self.bootstrap_addr)
-        if info is None:
-            return
+        """Tell every prefill rank that the request will not be bound, as far as it is known where they are."""
         try:
-            for tp_rank in range(info.attn_tp_size):
-                for pp_rank in range(info.pp_size):
-                    found = self._get_bootstrap_info_from_server(  # type: ignore[attr-defined]
-                        self.prefill_dp_rank, 0, tp_rank, pp_rank
-                    )
-                    if found is not None:
-                        self._tell(found, reason)
+            for endpoint in self.kv_mgr.hetero_endpoints(self.bootstrap_addr, self.prefill_dp_rank):
+                self._tell(endpoint, reason)
         except Exception as error:
             logger.warning("room %d: prefill at %s was not told: %s", self.bootstrap_room, self.bootstrap_addr, error)
 
-    def _tell(self, found: dict[str, Any], reason: str) -> None:
+    def _tell(self, endpoint: Endpoint, reason: str) -> None:
         """Give the request up at one prefill rank, in its own language."""
         if self.kv_mgr.hetero_capable(self.bootstrap_addr):
-            endpoint = Endpoint(found["rank_ip"], int(found["rank_port"]))
             self.kv_mgr.hetero_give_up(self.bootstrap_room, endpoint, reason)
             return
         from sglang.srt.disaggregation.common.conn import AbortNotification
 
-        sock, lock = self._connect_to_bootstrap_server(found)  # type: ignore[attr-defined]
+        sock, lock = self._connect_to_bootstrap_server(  # type: ignore[attr-defined]
+            {"rank_ip": endpoint.host, "rank_port": endpoint.port}
+        )
         with lock:
             sock.send_multipart(AbortNotification(room=self.bootstrap_room).to_zmq())
 

@@ -6,6 +6,8 @@ they are there: an error of ours stops the process (plugin.py).
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -15,8 +17,9 @@ from typing import Any
 
 from sglang_hetero.errors import UpstreamChanged
 from sglang_hetero.perf.spans import prepare
+from sglang_hetero.state import folder
 
-from . import conv_axis, layerwise, selfcheck, steps
+from . import conv_axis, layerwise, selfcheck, state_route, steps
 from .classes import BACKENDS, hetero_class
 from .options import Mode, Options
 from .rank import building
@@ -59,6 +62,7 @@ def hooks(options: Options) -> tuple[Hook, ...]:
     """
     found: tuple[Hook, ...] = (
         Hook("sglang.srt.disaggregation.utils.get_kv_class", _kv_class(options.mode), scheduler=False),
+        Hook("sglang.srt.managers.disagg_service.start_disagg_service", state_route.around_start_service, False),
         Hook("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager", _init_kv_manager, True),
         Hook("sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager", _init_kv_manager, True),
     )
@@ -103,6 +107,16 @@ def install(options: Options) -> None:
     missing = [hook.target for hook in wanted if not _applied(hook.target)]
     if missing:
         raise UpstreamChanged(f"SGLang's hook registry has not applied the hooks on {', '.join(missing)}; see its log")
+    if options.mode is not Mode.OFF and launches(in_scheduler=in_scheduler):
+        folder.make(os.environ)
+
+
+def launches(*, in_scheduler: bool) -> bool:
+    """Whether this process launches a server, so that the others of it inherit what is in its environment.
+
+    SGLang's other processes come from it by multiprocessing. A program with an sglang.Engine has loaded the scheduler.
+    """
+    return not in_scheduler and multiprocessing.parent_process() is None
 
 
 def _applied(target: str) -> bool:

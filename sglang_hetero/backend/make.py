@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_hetero.errors import UpstreamChanged
-from sglang_hetero.layout.manifest import Side
+from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.decode import DecodeSide
 from sglang_hetero.transfer.device import ForwardLane, Lane
@@ -147,6 +147,16 @@ def layerwise(rank: Rank, options: Options, side: PrefillSide) -> Layerwise:
     return Layerwise(rank.scheduler, side, rank.pool, rank.device, early=options.layerwise and stages == 1)
 
 
+def _server(manifest: Manifest) -> str:
+    """A name that all ranks of this replica know without asking, and no other server has at the same time."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    # Ranks on one node have its address and the server's port in common, ranks on several only where they met.
+    place = parallel.dist_init_addr if parallel.nnodes > 1 else manifest.host
+    return f"{place} DP{manifest.coordinates.dp_rank}"
+
+
 def decode_side(
     rank: Rank, options: Options, engine: Engine, memory: torch.Tensor, *, endpoint: Endpoint, **links: Any
 ) -> DecodeSide:
@@ -172,6 +182,6 @@ def decode_side(
         forward=ForwardLane(
             rank.device, rank.scheduler.forward_stream if getattr(rank.scheduler, "enable_overlap", False) else None
         ),
-        identity=Identity(endpoint, identity),
+        identity=Identity(endpoint, identity, _server(manifest)),
         **links,
     )

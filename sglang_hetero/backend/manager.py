@@ -11,32 +11,44 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from sglang_hetero.errors import HeteroError, TransferRefused
+from sglang_hetero.errors import HeteroError, PeerAway, SealError, TransferRefused
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.layout.wire import encode as encode_manifest
+from sglang_hetero.state import folder
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.counters import Counters
 from sglang_hetero.transfer.decode import DecodeSide
 from sglang_hetero.transfer.engine.base import Engine
+from sglang_hetero.transfer.faults import Faults
 from sglang_hetero.transfer.link import Endpoint
 from sglang_hetero.transfer.outbox import FirstToken
 from sglang_hetero.transfer.prefill import PrefillSide
+from sglang_hetero.transfer.seal import Purpose
 from sglang_hetero.transfer.sources import SourceSet
 
-from . import capability, make
+from . import make
+from .announcer import Announcer
+from .capability import PrefillServer
+from .doubts import DecodeRanks
 from .first_token import read_row
+from .guard import survives
 from .layerwise import Layerwise
-from .metrics import observer
+from .liveness import Liveness
+from .metrics import observer, tell_report
 from .options import Mode, read
 from .pairing import Decision, Path, Registration, Route, decide, same_layouts
 from .peers import Peers
 from .rank import Rank, current_rank
+from .rank_report import receiver_fault, report_of
+from .secret import seal_of
 from .steps import perf_of
 from .support import refuse_start, route_reasons, sglang_reader
+from .watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +61,9 @@ class ManagerMixin:
     hetero_prefill: PrefillSide | None = None
     hetero_decode: DecodeSide | None = None
     hetero_layerwise: Layerwise | None = None
+    hetero_watch: Watch | None = None
+    _hetero_receiver: threading.Thread | None = None
+    """SGLang's thread that receives messages."""
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False, **others: Any
@@ -61,8 +76,11 @@ class ManagerMixin:
         self.hetero_perf = perf_of(self.hetero_side, self.hetero_rank.name, self.hetero_options)
         self._hetero_state_types = list(args.state_types)
         self._hetero_engine: Engine | None = None
-        self._hetero_peers = Peers()
-        self._hetero_refused: dict[str, Any] = {}
+        self._hetero_seal = seal_of(self.hetero_options.token_file)
+        self._hetero_faults = Faults(self.hetero_rank.name, logger)
+        self._hetero_peers = Peers(self, self._hetero_seal)
+        self._hetero_liveness: Liveness | DecodeRanks | None = None
+        self._hetero_announcer: Announcer | None = None
         # Requests that were never bound have no epoch of the decode side, and are told under a name of their own.
         self._hetero_refuser, self._hetero_given_up = uuid.uuid4().hex, 0
         self._hetero_memory = None
@@ -75,7 +93,10 @@ class ManagerMixin:
             )
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend, **others)  # type: ignore[call-arg]
         if self.hetero_side is Side.PREFILL and self.hetero_mode is not Mode.OFF:
-            threading.Thread(target=self._hetero_announce, name="hetero-announce", daemon=True).start()
+            self._hetero_announcer = self._hetero_announce()
+        reports = folder.given(os.environ)
+        if reports is not None and self.hetero_mode is not Mode.OFF:
+            self.hetero_watch = Watch(lambda: report_of(self), reports, tell=tell_report)
 
     @property
     def _hetero_able(self) -> bool:
@@ -108,12 +129,13 @@ class ManagerMixin:
                 self._hetero_engine,
                 self._hetero_memory,
                 post=self._hetero_post,
-                control=self._hetero_peers.send_first,
+                control=self._hetero_send_first,
                 events=self,
                 counters=self.hetero_counts,
                 perf=self.hetero_perf,
                 stall_seconds=self.hetero_options.stall_seconds(make.waiting_timeout()),
             )
+            self._hetero_liveness = DecodeRanks(self.hetero_rank.name, self.hetero_prefill, self._hetero_engine)
             self.hetero_layerwise = make.layerwise(self.hetero_rank, self.hetero_options, self.hetero_prefill)
         elif self.hetero_side is Side.DECODE and self.hetero_decode is None:
             self.hetero_decode = make.decode_side(
@@ -124,24 +146,29 @@ class ManagerMixin:
                 post=self._hetero_post,
                 counters=self.hetero_counts,
                 perf=self.hetero_perf,
-                endpoint=Endpoint(self.local_ip, self.rank_port),  # type: ignore[attr-defined]
+                endpoint=self._hetero_endpoint,
             )
+            self._hetero_peers.side, self._hetero_peers.engine = self.hetero_decode, self._hetero_engine
+            self._hetero_liveness = Liveness(self._hetero_peers, self.hetero_decode, self._hetero_engine, self)
 
     def _hetero_post(self, endpoint: Endpoint, payload: bytes) -> None:
         from sglang.srt.utils.network import NetworkAddress
 
         address = NetworkAddress(endpoint.host, endpoint.port)
+        there = Purpose.TO_DECODE if self.hetero_side is Side.PREFILL else Purpose.TO_PREFILL
+        sealed = self._hetero_seal.seal(payload, there, str(endpoint).encode())
         self._send_multipart_locked(  # type: ignore[attr-defined]
-            address.to_tcp(), [payload], is_ipv6=address.is_ipv6
+            address.to_tcp(), [sealed], is_ipv6=address.is_ipv6
         )
 
     # Messages.
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], list[bytes] | None]:
-        """SGLang's threads get what is theirs; ours is taken out before, and never ends such a thread."""
+        """SGLang's threads get what is theirs; ours is taken out before; and nothing that comes ends such a thread."""
         receive: Callable[[], list[bytes] | None] = super()._make_worker_recv(socket, timeout_ms)  # type: ignore[misc]
 
         def receive_theirs() -> list[bytes] | None:
+            self._hetero_receiver = threading.current_thread()
             while True:
                 frames = receive()
                 payload = messages.find(frames) if frames else None
@@ -149,7 +176,11 @@ class ManagerMixin:
                     return frames
                 self.hetero_receive(payload)
 
-        return receive_theirs
+        return survives(
+            receive_theirs,
+            stopped=lambda: bool(self._stopped),  # type: ignore[attr-defined]
+            dropped=lambda error: self._hetero_dropped(f"{type(error).__name__} of SGLang", error, traceback=True),
+        )
 
     def hetero_receive(self, payload: bytes) -> None:
         """A message of ours, from whoever sent it."""
@@ -157,37 +188,54 @@ class ManagerMixin:
         try:
             if side is None:
                 raise TransferRefused("this rank does not take part")
-            side.handle(messages.decode(payload))
+            here = Purpose.TO_PREFILL if self.hetero_side is Side.PREFILL else Purpose.TO_DECODE
+            side.handle(messages.decode(self._hetero_seal.open(payload, here, str(self._hetero_endpoint).encode())))
+        except SealError as error:
+            self._hetero_dropped("unsealed", error)
         except HeteroError as error:
-            self._hetero_dropped(error)
-        except Exception:
-            logger.exception("%s: a message could not be handled", self.hetero_rank.name)
-            self._hetero_dropped("an error of ours, see above")
+            self._hetero_dropped(type(error).__name__, error)
+        except Exception as error:
+            self._hetero_dropped(type(error).__name__, "an error of ours", traceback=True)
 
-    def _hetero_dropped(self, why: object) -> None:
-        self.hetero_counts.add("dropped")
-        logger.warning("%s: dropped a message: %s", self.hetero_rank.name, why)
+    def _hetero_dropped(self, kind: str, why: object, *, traceback: bool = False) -> None:
+        self.hetero_counts.add("unsealed" if kind == "unsealed" else "dropped")
+        self._hetero_faults.note(kind, f"dropped a message: {why}", traceback=traceback)
+
+    @property
+    def _hetero_endpoint(self) -> Endpoint:
+        """Where peers send this rank's messages, as they are told."""
+        return Endpoint(self.local_ip, self.rank_port)  # type: ignore[attr-defined]
 
     # Prefill.
 
-    def _hetero_announce(self) -> None:
+    def _hetero_announce(self) -> Announcer:
         """Tell the own server's control service who this rank is, or its bootstrap server why it cannot take part."""
-        address = make.own_bootstrap(self)
-        try:
-            if self.hetero_prefill is None:
-                capability.refuse(address, "; ".join(self.hetero_rank.here.unsupported))
-                return
-            engine, manifest = self._hetero_engine, self.hetero_rank.manifest
-            assert engine is not None and manifest is not None
-            self._hetero_peers.announce(
-                address,
-                manifest,
-                Endpoint(self.local_ip, self.rank_port),  # type: ignore[attr-defined]
-                engine.session,
-                self.hetero_prefill.topology,
-            )
-        except Exception:
-            logger.exception("%s could not announce itself at %s", self.hetero_rank.name, address)
+        address, side = make.own_bootstrap(self), self.hetero_prefill
+        if side is None:
+            return Announcer(address, self._hetero_seal, refusal="; ".join(self.hetero_rank.here.unsupported))
+        engine, manifest, endpoint = self._hetero_engine, self.hetero_rank.manifest, self._hetero_endpoint
+        assert engine is not None and manifest is not None
+        place = manifest.coordinates
+        return Announcer(
+            address,
+            self._hetero_seal,
+            hello=messages.Hello(
+                incarnation=manifest.incarnation,
+                manifest=encode_manifest(manifest),
+                host=endpoint.host,
+                port=endpoint.port,
+                session=engine.session,
+            ),
+            dp_rank=place.dp_rank,
+            identity=messages.control_identity("prefill", endpoint.host, str(place), manifest.incarnation),
+            topology=side.topology,
+        )
+
+    def _hetero_send_first(self, message: messages.Message) -> None:
+        """Send the first token's message. Raises HeteroError if there is no control service."""
+        if self._hetero_announcer is None:
+            raise TransferRefused("this prefill rank has not reached its control service yet")
+        self._hetero_announcer.send_first(message)
 
     def add_transfer_request(  # noqa: PLR0917 (SGLang's signature)
         self,
@@ -321,61 +369,22 @@ class ManagerMixin:
     # Decode.
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Which path requests of this prefill server take. False: it is not ready, SGLang asks again."""
+        """Whether it is known which path requests of this prefill server take. False: SGLang asks again, 15 times."""
+        if not self._hetero_peers.ready(bootstrap_addr):
+            return False
         if bootstrap_addr in self.prefill_info_table:  # type: ignore[attr-defined]
             return True
-        try:
-            server = capability.ask(bootstrap_addr)
-        except HeteroError as error:
-            logger.warning("%s", error)
-            return False
-        if server is None:
-            return False
-        try:
-            decision = self._hetero_decide(server)
-        except HeteroError as error:
-            decision = Decision(Path.REFUSED, str(error))
-        except Exception as error:
-            logger.exception("prefill at %s", bootstrap_addr)
-            decision = Decision(Path.REFUSED, f"prefill at {bootstrap_addr}: {type(error).__name__}: {error}")
-        if decision is None:
-            return False
-        logger.info("%s: %s", bootstrap_addr, decision.reason)
-        self._hetero_peers.decide(bootstrap_addr, decision, capable=server.capable)
-        info = server.info
-        if decision.path is Path.UPSTREAM:
-            try:
-                return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
-            except Exception as error:
-                # SGLang refuses pairs by exceptions that would end its own scheduler.
-                reason = f"{self.hetero_rank.name} and prefill at {bootstrap_addr}: {type(error).__name__}: {error}"
-                logger.warning("%s", reason)
-                refusal = Decision(Path.REFUSED, reason)
-                self._hetero_peers.decide(bootstrap_addr, refusal, capable=server.capable)
-        info.target_tp_rank, info.target_tp_ranks = 0, list(range(info.attn_tp_size))
-        info.target_cp_ranks, info.target_pp_ranks = [0], list(range(info.pp_size))
-        info.required_dst_info_num = info.required_prefill_response_num = 1
-        self.prefill_info_table[bootstrap_addr] = info  # type: ignore[attr-defined]
-        return True
+        self._hetero_peers.missed(bootstrap_addr)
+        return False
 
-    def _hetero_decide(self, server: capability.PrefillServer) -> Decision | None:
-        """The path, or None while the server's ranks are not all known.
-
-        Raises HeteroError if the caches of the two sides do not go together.
-        """
-        if server.problem:
-            return Decision(Path.REFUSED, server.problem)
+    def hetero_decide(self, server: PrefillServer, sources: Mapping[int, SourceSet]) -> Decision:
+        """The path of a server's requests. Raises HeteroError if the caches of the two sides do not go together."""
         info, offer, rank = server.info, server.capability, self.hetero_rank
-        same = False
         unsupported = route_reasons(info)
         if offer is not None and server.capable:
             unsupported += offer.unsupported
-            if self.hetero_decode is not None and not unsupported:
-                topology = self._hetero_join(server.address, offer.control_port, dp_rank=0)
-                if topology is None:
-                    return None
-                same = same_layouts(topology.sources, self.hetero_decode.manifest)
-        mode = self.hetero_mode
+        side, mode = self.hetero_decode, self.hetero_mode
+        same = side is not None and bool(sources) and same_layouts(sources[0].sources, side.manifest)
         if offer is not None and offer.mode == Mode.ALWAYS and mode is Mode.AUTO:
             mode = Mode.ALWAYS
         peer = Route(
@@ -388,27 +397,74 @@ class ManagerMixin:
         )
         return decide(mode, rank.here, peer, capable=server.capable, same_layout=same)
 
-    def _hetero_join(self, address: str, control_port: int, dp_rank: int) -> SourceSet | None:
-        assert self.hetero_decode is not None
-        return self._hetero_peers.join(address, control_port, dp_rank, self.hetero_decode)
+    def hetero_adopt(self, server: PrefillServer, decision: Decision) -> None:
+        """Let SGLang begin requests of a server. It may ask the server itself, so not on its scheduler's thread."""
+        address, info = server.address, server.info
+        if decision.path is Path.UPSTREAM:
+            try:
+                if super().try_ensure_parallel_info(address):  # type: ignore[misc]
+                    return
+                self._hetero_peers.forget(address)
+                raise PeerAway(f"prefill at {address} has answered once and then not; try again")
+            except PeerAway:
+                raise
+            except Exception as error:
+                # SGLang refuses pairs by exceptions that would end its own scheduler.
+                reason = f"{self.hetero_rank.name} and prefill at {address}: {type(error).__name__}: {error}"
+                logger.warning("%s", reason)
+                self._hetero_peers.decide(address, Decision(Path.REFUSED, reason))
+        info.target_tp_rank, info.target_tp_ranks = 0, list(range(info.attn_tp_size))
+        info.target_cp_ranks, info.target_pp_ranks = [0], list(range(info.pp_size))
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+        self.prefill_info_table[address] = info  # type: ignore[attr-defined]
+
+    def hetero_drop(self, address: str) -> None:
+        """SGLang begins no request of a server before it is found anew, and uses no address of its former ranks."""
+        with self.connection_lock:  # type: ignore[attr-defined]
+            self.prefill_info_table.pop(address, None)  # type: ignore[attr-defined]
+            pool = self.connection_pool  # type: ignore[attr-defined]
+            for key in [key for key in pool if key.startswith(f"{address}_")]:
+                del pool[key]
+            # SGLang keeps these for every address that there has ever been.
+            self.heartbeat_failures.pop(address, None)  # type: ignore[attr-defined]
+            if not self.addr_to_rooms_tracker.get(address):  # type: ignore[attr-defined]
+                self.addr_to_rooms_tracker.pop(address, None)  # type: ignore[attr-defined]
+        with self.session_pool_lock:  # type: ignore[attr-defined]
+            self.session_pool.pop(address, None)  # type: ignore[attr-defined]
+
+    def hetero_lost(self, address: str, reason: str) -> None:
+        """The server has ended: its requests fail, with this reason instead of SGLang's."""
+        with self.connection_lock:  # type: ignore[attr-defined]
+            rooms = list(self.addr_to_rooms_tracker.get(address, ()))  # type: ignore[attr-defined]
+        super()._handle_node_failure(address)  # type: ignore[misc]
+        with self.failure_lock:  # type: ignore[attr-defined]
+            records = self.failure_records  # type: ignore[attr-defined]
+            records.update({room: reason for room in rooms if room in records})
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """SGLang's heartbeat has given a server up: it has not answered for ten seconds or so."""
+        reason = f"prefill at {failed_bootstrap_addr} does not answer SGLang's heartbeat any more"
+        self._hetero_peers.forget(failed_bootstrap_addr)
+        self.hetero_lost(failed_bootstrap_addr, reason)
 
     def hetero_takes(self, address: str) -> bool:
-        """Whether requests of this prefill server take our path."""
-        return self._hetero_peers.path(address) is Path.OURS
+        """Whether requests of this prefill server take our path. Raises HeteroError if it has to be asked first."""
+        path = self._hetero_peers.path(address)
+        if path is None:
+            raise TransferRefused(self.hetero_problem(address))
+        return path is Path.OURS
+
+    def hetero_problem(self, address: str) -> str:
+        """Why requests of a prefill server cannot begin."""
+        return self._hetero_peers.problem(address) or f"prefill at {address} has to be asked first; try again"
 
     def hetero_refusal(self, address: str) -> str | None:
         """Why requests of this prefill server fail; it is asked anew for the next one, since servers are restarted."""
-        reason = self._hetero_peers.refusal(address)
-        if reason is not None:
-            info = self.prefill_info_table.pop(address, None)  # type: ignore[attr-defined]
-            if info is not None:
-                self._hetero_refused[address] = info
-        return reason
+        return self._hetero_peers.refusal(address)
 
-    def hetero_info(self, address: str) -> Any:
-        """SGLang's PrefillServerInfo of a server, also of one that was refused; None if it is not known."""
-        info = self.prefill_info_table.get(address)  # type: ignore[attr-defined]
-        return info if info is not None else self._hetero_refused.get(address)
+    def hetero_endpoints(self, address: str, dp_rank: int) -> tuple[Endpoint, ...]:
+        """Where the ranks of a prefill replica take messages, as far as that is known."""
+        return self._hetero_peers.endpoints(address, dp_rank)
 
     def hetero_give_up(self, room: int, endpoint: Endpoint, reason: str) -> None:
         """Tell a prefill rank that a request that was never bound will not be: it would wait for its timeout."""
@@ -423,24 +479,13 @@ class ManagerMixin:
         return self._hetero_peers.capable(address)
 
     def hetero_sources(self, address: str, dp_rank: int) -> SourceSet:
-        """The ranks of a prefill replica. Raises HeteroError if they do not go together with this rank."""
-        assert self.hetero_decode is not None
-        return self._hetero_peers.sources(address, dp_rank, self.hetero_decode)
+        """The ranks of a prefill replica. Raises HeteroError if they are not known."""
+        return self._hetero_peers.sources(address, dp_rank)
 
     def hetero_reason(self, room: int) -> str:
         """What SGLang has recorded as the cause of a request's failure."""
         with self.failure_lock:  # type: ignore[attr-defined]
             return str(self.failure_records.get(room) or "SGLang has failed the request")  # type: ignore[attr-defined]
-
-    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
-        self._hetero_peers.forget(failed_bootstrap_addr)
-        engine, side = self._hetero_engine, self.hetero_decode
-        if engine is None or side is None:
-            return
-        for known in self._hetero_peers.known(failed_bootstrap_addr):
-            ranks = zip(known.sources, known.sessions, strict=True)
-            side.gone(frozenset(source.incarnation for source, session in ranks if engine.peer_gone(session)))
 
     # For status pages and tests.
 
@@ -448,6 +493,17 @@ class ManagerMixin:
         """What our path holds at the moment: requests, units of staging, writes in flight."""
         side = self.hetero_prefill or self.hetero_decode
         return {} if side is None else side.state
+
+    def hetero_integrity(self) -> list[str]:
+        """Where our books do not agree, and which threads have ended; empty if all is right. For the same."""
+        side = self.hetero_prefill or self.hetero_decode
+        followed = self.hetero_layerwise
+        found = [] if side is None else side.check_integrity()
+        found.append("" if followed is None else followed.follower.worker.fault)
+        for worker in (self._hetero_announcer, self._hetero_liveness):
+            found.append("" if worker is None else worker.worker.fault)
+        found.append(receiver_fault(self._hetero_receiver, stopped=bool(getattr(self, "_stopped", False))))
+        return [fault for fault in found if fault]
 
     @property
     def hetero_counters(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from sglang_hetero.perf.records import Component, Figures, Observe
+from sglang_hetero.state.report import Report
 
 PREFIX = "sglang_hetero"
 COUNTS = {
@@ -21,7 +22,9 @@ COUNTS = {
     "differences": "pieces that differed from the source's digests",
     "hidden": "forward passes, and layers, that were not followed: their caches go at the end of the chunk at last",
     "again": "batches written again, because SGLang had moved the request meanwhile",
+    "repeated": "messages said again, because nothing new had been heard of a request for a while",
     "dropped": "messages of peers that were not right",
+    "unsealed": "messages that were not sealed with this side's token, or had come before (docs/security.md)",
 }
 """Names of counters.Counters and what they count."""
 
@@ -44,6 +47,38 @@ def observer(side: str) -> Callable[[str, int], None]:
         counters[name].inc(by)
 
     return observe
+
+
+GAUGES = {
+    "units": "units of staging that a decode rank has",
+    "units_free": "units of staging that nobody has",
+    "units_quarantined": "units of staging that a source may still write into, of requests that have failed",
+    "faults": "what is wrong with a rank, as /hetero/state says (docs/state.md)",
+}
+"""Names, and what is told of each rank about once a second."""
+
+
+@cache
+def _gauges() -> dict[str, Any]:
+    from prometheus_client import Gauge
+
+    return {
+        name: Gauge(
+            f"{PREFIX}:{name}",
+            f"sglang-hetero: {what}",
+            labelnames=["side", "rank"],
+            multiprocess_mode="mostrecent",  # one process tells each rank; the default would add its pid
+        )
+        for name, what in GAUGES.items()
+    }
+
+
+def tell_report(report: Report) -> None:
+    """Set the gauges of a rank to what it has just reported."""
+    told = {**report.ours, "faults": len(report.faults)}
+    for name, gauge in _gauges().items():
+        if name in told:
+            gauge.labels(side=report.side, rank=report.rank).set(told[name])
 
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 150.0)

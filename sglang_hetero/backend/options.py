@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from sglang_hetero.errors import OptionError
 from sglang_hetero.transfer.pieces import StateMode
+from sglang_hetero.transfer.seal import TOKEN_OPTION
 
 PREFIX = "SGLANG_HETERO"
 DOCUMENT = "docs/options.md"
@@ -26,6 +27,7 @@ MIB, KIB = 1 << 20, 1 << 10
 
 ELSEWHERE = {
     "SGLANG_HETERO_CPU_CONV_LAYOUT": "docs/cpu.md",
+    "SGLANG_HETERO_REPORTS": "docs/state.md",
     "SGLANG_HETERO_CACHE": "docs/models.md",
     "SGLANG_HETERO_TORCH_INDEX": "docs/setup.md",
     "SGLANG_HETERO_TEST_STOCK": "tests/harness/product.py",
@@ -65,6 +67,7 @@ class Options:
     stall_timeout: float | None = None
     verify: bool = False
     trace: str | None = None
+    token_file: str | None = None
 
     def window_seconds(self, bootstrap_timeout: float) -> float:
         """How long a request may wait for units; prefill gives up after `bootstrap_timeout`, and we must come first."""
@@ -115,7 +118,7 @@ def _units(text: str) -> int:
     return _whole(text, MAX_WINDOW)
 
 
-def _folder(text: str) -> str:
+def _path(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise ValueError(text)
     return text
@@ -231,11 +234,20 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "SGLANG_HETERO_TRACE",
         "trace",
-        _folder,
+        _path,
         "a folder, made if it is not there",
         "none",
         Reader.BOTH,
         "write what each rank does and when, for sglang-hetero trace (docs/perf.md)",
+    ),
+    Option(
+        TOKEN_OPTION,
+        "token_file",
+        _path,
+        "a file that only its owner, or its group, can read; 32 to 4096 bytes",
+        "none",
+        Reader.BOTH,
+        "take messages only from peers that have the same token (docs/security.md)",
     ),
 )
 

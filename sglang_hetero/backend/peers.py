@@ -1,183 +1,394 @@
-"""The prefill servers that a decode rank knows, and the control service that a prefill rank speaks through."""
+"""The prefill servers that a decode rank knows: which path their requests take, who their ranks are, how to reach them.
+
+A server is asked on a thread of ours (`find`), never on SGLang's scheduler thread, where a server that does not answer
+would hold up the requests of all others. What was found stays until the server is forgotten, or has to be asked anew
+because something has changed there (liveness.py).
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from sglang_hetero.errors import HeteroError, TransferRefused
-from sglang_hetero.layout.manifest import Manifest
-from sglang_hetero.layout.wire import encode as encode_manifest
+import msgspec
+
+from sglang_hetero.errors import ControlError, HeteroError, PeerAway, TransferRefused
+from sglang_hetero.layout.wire import decode as decode_manifest
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.control import ControlClient
+from sglang_hetero.transfer.decode import DecodeSide
+from sglang_hetero.transfer.engine.base import Engine
 from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.seal import Seal
 from sglang_hetero.transfer.sources import SourceSet
 
 from . import capability
+from .background import Background
+from .capability import PrefillServer
 from .pairing import Decision, Path
-
-if TYPE_CHECKING:
-    from sglang_hetero.transfer.decode import DecodeSide
 
 logger = logging.getLogger(__name__)
 
-TOPOLOGY_SECONDS = 0.5
-"""How long the scheduler's thread waits for a control service; SGLang asks again if that is not enough."""
-ASK_SECONDS = 1.0
-"""Between a prefill rank's looks whether its server's bootstrap server is there."""
+TOPOLOGY_SECONDS = 2.0
+"""How long a control service is waited for when its server is asked; SGLang asks again if that is not enough."""
+GRACE_SECONDS = 0.05
+"""How long the scheduler's thread waits for a server that is asked for the first time while no other one is. A server
+that is well answers within it; else the request waits until SGLang asks again, a second later."""
+MAX_ASKED = 64
+"""Servers that wait to be asked. Who may name a bootstrap address in a request could name any number of them."""
+ASKING_THREADS = 4
+MAX_SERVERS = 128
+"""Servers that are known at a time, the latest used: each has a connection, two threads of ZeroMQ's and one of ours."""
+MAX_PROBLEMS = 256
+"""Addresses of which it is known why nothing is known of them."""
+
+
+class Host(Protocol):
+    """SGLang's tables, which its manager keeps. Called on threads of ours."""
+
+    def hetero_decide(self, server: PrefillServer, sources: Mapping[int, SourceSet]) -> Decision:
+        """The path of a server's requests; sources: its ranks by attention-DP replica, if our path is offered.
+        Raises HeteroError if the two sides do not go together."""
+
+    def hetero_adopt(self, server: PrefillServer, decision: Decision) -> None:
+        """Let SGLang begin requests of this server."""
+
+    def hetero_drop(self, address: str) -> None:
+        """Let SGLang begin no request of this server before it has been found anew."""
+
+    def hetero_lost(self, address: str, reason: str) -> None:
+        """The server has ended: its requests fail."""
+
+
+@dataclass
+class Server:
+    """A prefill server, as it was when it was last asked."""
+
+    found: PrefillServer
+    decision: Decision
+    client: ControlClient | None = None
+    control_port: int = 0
+    service: str = ""
+    """Incarnation of its control service."""
+    sources: Mapping[int, SourceSet] = field(default_factory=dict)
+    """Its ranks, by attention-DP replica."""
+    endpoints: Mapping[int, tuple[Endpoint, ...]] = field(default_factory=dict)
+    """Where they take messages, as far as that is known; also of a server that is refused."""
+    incarnations: frozenset[str] = frozenset()
+    """Of the processes of its ranks."""
+    sessions: frozenset[str] = frozenset()
+    """Of their transfer engines."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of the replicas' topologies."""
+    since: float = field(default_factory=time.monotonic)
+    """When its ranks were named, time.monotonic()."""
+    adopted: bool = False
+    """Whether SGLang has been told of it."""
+    outdated: str = ""
+    """Why it has to be asked anew before it gets another request, or an empty text."""
+
+    @property
+    def address(self) -> str:
+        return self.found.address
 
 
 class Peers:
-    """Thread-safe. By the address of a prefill server's bootstrap server."""
+    """By the address of a prefill server's bootstrap server. Everything may be called from any thread."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._decisions: dict[str, Decision] = {}
-        self._capable: set[str] = set()
-        self._clients: dict[str, ControlClient] = {}
-        self._ports: dict[str, int] = {}
-        self._sources: dict[tuple[str, int], SourceSet] = {}
-        self._own: ControlClient | None = None
-        self._announced = threading.Event()
+    def __init__(self, host: Host, seal: Seal, *, jobs: Background | None = None) -> None:
+        """seal: of this process."""
+        self.side: DecodeSide | None = None
+        self.engine: Engine | None = None
+        """Both are set when they are there, before SGLang begins requests; None if this rank cannot take our path."""
+        self._host, self._seal = host, seal
+        self._changed = threading.Condition(threading.RLock())
+        self._servers: OrderedDict[str, Server] = OrderedDict()
+        self._problems: OrderedDict[str, str] = OrderedDict()
+        self._asked: set[str] = set()
+        """Addresses that are being asked, or wait for that."""
+        self._jobs = jobs or Background("hetero-ask", threads=ASKING_THREADS, waiting=MAX_ASKED)
 
-    # A decode rank.
+    # SGLang's scheduler.
 
-    def decide(self, address: str, decision: Decision, *, capable: bool) -> None:
-        """Requests of this server take this path from now on. capable: it understands our messages."""
-        with self._lock:
-            self._decisions[address] = decision
-            self._capable.discard(address)
-            if capable:
-                self._capable.add(address)
+    def ready(self, address: str) -> bool:
+        """Whether requests of a server may begin. If not it is asked, and SGLang asks here again."""
+        with self._changed:
+            if self._current(address) is not None:
+                self._servers.move_to_end(address)
+                return True
+            idle, begins = not self._asked, address not in self._asked
+            self._asked.add(address)
+        if begins and not self._jobs.submit(address, lambda: self._ask(address)):
+            with self._changed:
+                self._asked.discard(address)
+            self._trouble(address, f"{MAX_ASKED} other prefill servers wait to be asked; try again")
+        with self._changed:
+            if idle:
+                self._changed.wait_for(lambda: address not in self._asked, GRACE_SECONDS)
+            return self._current(address) is not None
+
+    def missed(self, address: str) -> None:
+        """SGLang does not know a server that is ready: it has dropped it while it was found. It is asked anew."""
+        with self._changed:
+            server = self._current(address)
+            if server is not None and server.adopted:
+                server.outdated = f"prefill at {address} has been dropped meanwhile; try again"
+
+    def problem(self, address: str) -> str:
+        """Why requests of a server cannot begin, as far as that is known; else an empty text."""
+        with self._changed:
+            server = self._servers.get(address)
+            return self._problems.get(address, "") or (server.outdated if server is not None else "")
+
+    def path(self, address: str) -> Path | None:
+        """The path of a server's requests; None if it has to be asked first."""
+        with self._changed:
+            server = self._current(address)
+            return None if server is None else server.decision.path
+
+    def refusal(self, address: str) -> str | None:
+        """Why a server is refused; None if it is not. The next request asks it anew, since servers are restarted."""
+        with self._changed:
+            server = self._servers.get(address)
+            if server is None or server.decision.path is not Path.REFUSED:
+                return None
+        self.outdate(address, server.decision.reason)
+        return server.decision.reason
 
     def capable(self, address: str) -> bool:
         """Whether a server understands our messages."""
-        with self._lock:
-            return address in self._capable
+        with self._changed:
+            server = self._servers.get(address)
+            return server is not None and server.found.capable
 
-    def path(self, address: str) -> Path | None:
-        """The path of a server's requests; None if it is not known."""
-        with self._lock:
-            decision = self._decisions.get(address)
-        return None if decision is None else decision.path
+    def endpoints(self, address: str, dp_rank: int) -> tuple[Endpoint, ...]:
+        """Where the ranks of a replica take messages, as far as that is known."""
+        with self._changed:
+            server = self._servers.get(address)
+            return () if server is None else server.endpoints.get(dp_rank, ())
 
-    def refusal(self, address: str) -> str | None:
-        """Why a server is refused; None if it is not."""
-        with self._lock:
-            decision = self._decisions.get(address)
-        return decision.reason if decision is not None and decision.path is Path.REFUSED else None
-
-    def join(self, address: str, control_port: int, dp_rank: int, side: DecodeSide) -> SourceSet | None:
-        """The ranks of a replica, asked for now; None if they are not all there yet.
-
-        Raises HeteroError if they and this rank do not go together. What was known of former processes is dropped.
-        """
-        client = self._client(address, control_port, side)
-        try:
-            topology = client.topology(TOPOLOGY_SECONDS, dp_rank)
-        except HeteroError as error:
-            logger.info("%s", error)
-            return None
-        with self._lock:
-            known = self._sources.get((address, dp_rank))
-        if known is not None and known.topology == topology.topology:
-            return known
-        made = side.join(address, topology)
-        with self._lock:
-            self._sources[address, dp_rank] = made
-        if known is not None:
-            now = {source.incarnation for source in made.sources}
-            side.gone(frozenset(source.incarnation for source in known.sources) - now)
-        return made
-
-    def sources(self, address: str, dp_rank: int, side: DecodeSide) -> SourceSet:
-        """The ranks of a replica. Raises HeteroError if they are not known or do not go together with this rank."""
-        with self._lock:
-            found, port = self._sources.get((address, dp_rank)), self._ports.get(address)
-        if found is None and port is not None:
-            found = self.join(address, port, dp_rank, side)
+    def sources(self, address: str, dp_rank: int) -> SourceSet:
+        """The ranks of a replica. Raises TransferRefused if there is no such replica, or it has to be asked first."""
+        with self._changed:
+            server = self._current(address)
+            found = None if server is None else server.sources.get(dp_rank)
+        if server is None:
+            raise TransferRefused(self.problem(address) or f"prefill at {address} has to be asked first; try again")
         if found is None:
-            raise TransferRefused(f"the ranks of prefill replica {dp_rank} at {address} are not known yet; try again")
+            raise TransferRefused(
+                f"prefill at {address} has {len(server.sources)} attention-DP replicas, the request is for number "
+                f"{dp_rank}"
+            )
         return found
 
-    def known(self, address: str) -> list[SourceSet]:
-        """The replicas of a server that are known, also while it does not answer."""
-        with self._lock:
-            return [found for (server, _), found in self._sources.items() if server == address]
+    # Any thread.
 
-    def forget(self, address: str) -> None:
-        """A server does not answer any more; what is known of its ranks stays, to be compared when it comes back."""
-        with self._lock:
-            self._decisions.pop(address, None)
-            client = self._clients.pop(address, None)
-            self._ports.pop(address, None)
-        if client is not None:
-            client.close()
+    def servers(self) -> list[Server]:
+        """All that are known, those that have to be asked anew included."""
+        with self._changed:
+            return list(self._servers.values())
+
+    def decide(self, address: str, decision: Decision) -> None:
+        """Requests of a server that is known take this path after all."""
+        with self._changed:
+            server = self._servers.get(address)
+            if server is not None:
+                server.decision = decision
+
+    def outdate(self, address: str, why: str) -> None:
+        """A server has to be asked anew before it gets another request."""
+        with self._changed:
+            server = self._servers.get(address)
+            if server is not None:
+                server.outdated = why
+        self._host.hetero_drop(address)
+
+    def forget(self, address: str, *, problem: str = "") -> None:
+        """A server has ended or does not answer any more. problem: why its requests cannot begin."""
+        with self._changed:
+            server = self._servers.pop(address, None)
+        if problem:
+            self._trouble(address, problem)
+        if server is not None and server.client is not None:
+            server.client.close()
+
+    def find(self, address: str) -> PeerAway | None:
+        """Ask a server who it is, and decide about its requests, unless that is being done. Takes seconds.
+
+        Returns what kept it from answering, or None.
+        """
+        with self._changed:
+            if address in self._asked:
+                return None
+            self._asked.add(address)
+        return self._ask(address)
+
+    def _ask(self, address: str) -> PeerAway | None:
+        try:
+            self._find(address)
+        except PeerAway as error:
+            self._trouble(address, str(error))
+            logger.info("%s", error)
+            return error
+        except Exception as error:
+            logger.exception("prefill at %s", address)
+            self.forget(address, problem=f"prefill at {address}: {type(error).__name__}: {error}")
+        finally:
+            with self._changed:
+                self._asked.discard(address)
+                self._changed.notify_all()
+        return None
+
+    def close(self) -> None:
+        """Ask nobody any more, and end the connections."""
+        self._jobs.close()
+        for server in self.servers():
+            self.forget(server.address)
+
+    def _current(self, address: str) -> Server | None:
+        server = self._servers.get(address)
+        return server if server is not None and not server.outdated else None
+
+    def _trouble(self, address: str, text: str) -> None:
+        with self._changed:
+            self._problems[address] = text
+            self._problems.move_to_end(address)
+            while len(self._problems) > MAX_PROBLEMS:
+                self._problems.popitem(last=False)
+
+    def _find(self, address: str) -> None:
+        found = capability.ask(address, self._seal)
+        server = Server(found, Decision(Path.REFUSED, found.problem))
+        if not found.problem:
+            try:
+                self._join(server)
+                server.decision = self._host.hetero_decide(found, server.sources)
+            except PeerAway:
+                raise
+            except HeteroError as error:
+                server.decision = Decision(Path.REFUSED, str(error))
+            except Exception as error:
+                logger.exception("prefill at %s", address)
+                reason = f"prefill at {address}: {type(error).__name__}: {error}"
+                server.decision = Decision(Path.REFUSED, reason)
+        if server.decision.path is Path.REFUSED and not server.endpoints:
+            try:
+                server.endpoints = capability.endpoints(address, found.info)
+            except (HeteroError, msgspec.MsgspecError) as error:
+                logger.info("ranks of prefill at %s cannot be told that it is refused: %s", address, error)
+        logger.info("%s: %s", address, server.decision.reason)
+        self._enter(server)
+        self._host.hetero_adopt(found, server.decision)
+        server.adopted = True
+        self._replaced(server)
+
+    def _enter(self, server: Server) -> None:
+        """From now on this is what is known of the server."""
+        evicted = []
+        busy = {each.address for each in self.side.awaited().values()} if self.side is not None else set()
+        with self._changed:
+            former = self._servers.pop(server.address, None)
+            self._servers[server.address] = server
+            self._problems.pop(server.address, None)
+            while len(self._servers) > MAX_SERVERS:
+                idle = [address for address in self._servers if address not in busy and address != server.address]
+                oldest = idle[0] if idle else next(iter(self._servers))
+                evicted.append(self._servers.pop(oldest))
+        if former is not None and former.client is not None and former.client is not server.client:
+            former.client.close()
+        for each in evicted:
+            self._host.hetero_drop(each.address)
+            if each.client is not None:
+                each.client.close()
+
+    def _join(self, server: Server) -> None:
+        """Learn who its ranks are, if our path is offered and this rank can take it.
+
+        Raises PeerAway if they are not all there yet, HeteroError if they and this rank do not go together.
+        """
+        side, offer, address = self.side, server.found.capability, server.address
+        if side is None or offer is None or not server.found.capable or offer.unsupported:
+            return
+        with self._changed:
+            known = self._servers.get(address)
+        client = server.client = self._client(address, offer.control_port, side)
+        server.control_port = offer.control_port
+        try:
+            topologies = [client.topology(TOPOLOGY_SECONDS, dp_rank) for dp_rank in range(server.found.info.dp_size)]
+        except HeteroError as error:
+            if known is None or known.client is not client:
+                client.close()
+            raise PeerAway(f"prefill at {address}: {error}") from None
+        server.since = time.monotonic()
+        server.service = topologies[0].incarnation
+        server.endpoints = {
+            each.dp_rank: tuple(Endpoint(rank.host, rank.port) for rank in each.ranks) for each in topologies
+        }
+        server.names = {each.dp_rank: each.topology for each in topologies}
+        server.incarnations = frozenset(
+            decode_manifest(rank.manifest).incarnation for each in topologies for rank in each.ranks
+        )
+        server.sessions = frozenset(rank.session for each in topologies for rank in each.ranks)
+        old = {} if known is None else known.sources
+        server.sources = {
+            each.dp_rank: old[each.dp_rank]
+            if each.dp_rank in old and old[each.dp_rank].topology == each.topology
+            else side.join(address, each)
+            for each in topologies
+        }
+
+    def _replaced(self, server: Server) -> None:
+        """All ranks at this address are known: those that were there before take no part any more.
+
+        Have their processes ended? The address may lead to another host now, while the former one only stands still:
+        so it is asked, where the engine can tell. What cannot be told now is asked again (doubts.py).
+        """
+        side, engine = self.side, self.engine
+        if side is None or engine is None or not server.incarnations:
+            return
+        former = {
+            incarnation: each
+            for incarnation, each in side.awaited().items()
+            if each.address == server.address and incarnation not in server.incarnations
+        }
+        if not former:
+            return
+        why = f"was started again (prefill at {server.address})"
+        side.lost(frozenset(former), why)
+        ended = {
+            incarnation
+            for incarnation, each in former.items()
+            # A session is an address: it is nobody else's as long as its process lives.
+            if not engine.sees_ends or each.session in server.sessions or engine.peer_gone(each.session)
+        }
+        side.gone(frozenset(ended), why)
 
     def _client(self, address: str, control_port: int, side: DecodeSide) -> ControlClient:
-        with self._lock:
-            client = self._clients.get(address)
-            if client is not None and self._ports[address] == control_port and client.failure is None:
-                return client
-            if client is not None:
-                client.close()
-            host = address.rpartition(":")[0].strip("[]")
-            client = ControlClient(
+        """The connection to the control service there."""
+        with self._changed:
+            known = self._servers.get(address)
+        client = None if known is None or known.control_port != control_port else known.client
+        if client is not None and client.failure is None:
+            return client
+        host = address.rpartition(":")[0].strip("[]")
+        try:
+            return ControlClient(
                 host,
                 control_port,
                 identity=side.control_identity,
                 incarnation=side.manifest.incarnation,
                 on_message=lambda message: _to_decode(side, message),
+                # It breaks at once when the process ends; another one may be at its place before anybody has looked.
+                on_broken=lambda: self.outdate(address, f"prefill at {address}: the connection is broken; try again"),
+                seal=self._seal,
             )
-            self._clients[address], self._ports[address] = client, control_port
-            return client
-
-    # A prefill rank.
-
-    def announce(
-        self,
-        address: str,
-        manifest: Manifest,
-        endpoint: Endpoint,
-        session: str,
-        topology: Callable[[messages.Topology], None],
-    ) -> None:
-        """Say who this rank is, and take the topology when all ranks have. Waits for its bootstrap server."""
-        while (server := capability.offer(address)) is None:
-            time.sleep(ASK_SECONDS)
-        host = address.rpartition(":")[0].strip("[]")
-        identity = messages.control_identity("prefill", endpoint.host, str(manifest.coordinates), manifest.incarnation)
-
-        def take(message: messages.Message) -> None:
-            if isinstance(message, messages.Topology) and message.dp_rank == manifest.coordinates.dp_rank:
-                topology(message)
-
-        own = ControlClient(
-            host, server.control_port, identity=identity, incarnation=manifest.incarnation, on_message=take
-        )
-        with self._lock:
-            self._own = own
-        own.send(
-            messages.Hello(
-                incarnation=manifest.incarnation,
-                manifest=encode_manifest(manifest),
-                host=endpoint.host,
-                port=endpoint.port,
-                session=session,
-            )
-        )
-        own.send(messages.TopologyRequest(incarnation=manifest.incarnation, dp_rank=manifest.coordinates.dp_rank))
-
-    def send_first(self, message: messages.Message) -> None:
-        """Send the first token's message. Raises HeteroError if there is no control service."""
-        with self._lock:
-            own = self._own
-        if own is None:
-            raise TransferRefused("this prefill rank has not reached its control service yet")
-        own.send(message)
+        except ControlError as error:
+            raise PeerAway(str(error)) from None
 
 
 def _to_decode(side: DecodeSide, message: messages.Message) -> None:

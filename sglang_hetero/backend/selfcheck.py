@@ -18,6 +18,7 @@ COMMON = "sglang.srt.disaggregation.common.conn"
 MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 ASCEND = "sglang.srt.disaggregation.ascend.conn"
 UTILS = "sglang.srt.disaggregation.utils"
+SERVICE = "sglang.srt.managers.disagg_service"
 PREFILL = "sglang.srt.disaggregation.prefill"
 DECODE = "sglang.srt.disaggregation.decode"
 MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
@@ -55,6 +56,7 @@ class Symbol:
 
 BOOTSTRAP: tuple[Symbol, ...] = (
     Symbol(UTILS, "get_kv_class", "transfer_backend class_type"),
+    Symbol(SERVICE, "start_disagg_service", ""),
     Symbol(COMMON, "CommonKVBootstrapServer.__init__", "host port"),
     Symbol(COMMON, "CommonKVBootstrapServer._setup_routes"),
     Symbol(COMMON, "CommonKVBootstrapServer.run"),

@@ -3,10 +3,11 @@
 import fcntl
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,13 @@ class Server:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _check(processes: Sequence[Supervised]) -> None:
+    """Raise `ProcessDied` when one of them has ended."""
+    for process in processes:
+        if process.poll() is not None:
+            raise process.died()
 
 
 def healthy(url: str) -> bool:
@@ -202,20 +210,48 @@ class Fleet:
 
     def check(self) -> None:
         """Raise `ProcessDied` when one of the processes has ended."""
-        for process in self.processes:
-            if process.poll() is not None:
-                raise process.died()
+        _check(self.processes)
 
-    def wait_until_healthy(self) -> None:
-        """Return when every server and the router are healthy; a line per process on each change and every 10 s.
+    def process(self, name: str) -> Supervised:
+        """The server, or the `router`, of this name. Raises `StartError` with the names that there are."""
+        for process in self.processes:
+            if process.name == name:
+                return process
+        raise StartError(f"{self.topology.name} has no {name!r}; it has {', '.join(p.name for p in self.processes)}")
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a server's main process, or to the router. What dies with it is up to them."""
+        os.kill(self.process(name).pid, number)
+
+    def restart(self, name: str) -> float:
+        """Run one server, or the router, again: same command, ports and log. The others are left alone.
+
+        What is left of the former run is stopped first. Returns the seconds that it took; raises `ProcessDied` or,
+        after options.start_seconds, `StartError`.
+        """
+        started = time.monotonic()
+        former = self.process(name)
+        process = former.again()
+        if former is self.router:
+            self.router = process
+        else:
+            self.servers = [replace(s, process=process) if s.process is former else s for s in self.servers]
+        self._say(f"{name}: started again, pid {process.pid}")
+        self.wait_until_healthy([process])
+        return time.monotonic() - started
+
+    def wait_until_healthy(self, processes: Sequence[Supervised] = ()) -> None:
+        """Return when every server and the router, or only `processes`, are healthy; a line per process on each change
+        and every 10 s.
 
         Raises `ProcessDied` or, after options.start_seconds, `StartError`.
         """
         start = time.monotonic()
         shown = start
-        waiting = list(self.processes)
+        watched = list(processes) or self.processes
+        waiting = list(watched)
         while waiting:
-            self.check()
+            _check(watched)
             for process in [p for p in waiting if healthy(p.health_url)]:
                 waiting.remove(process)
                 self._say(f"{time.monotonic() - start:5.0f} s  {process.name}: healthy")

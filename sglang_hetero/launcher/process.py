@@ -39,8 +39,8 @@ def _scratch_folder() -> str:
 class Supervised:
     """A running command with its log file.
 
-    name: for messages; url: where it answers; log: everything that it and its children print; health: the route that
-    answers 200 once it can serve.
+    name: for messages; url: where it answers; log: everything that it and its children print, of a former run, too, if
+    `append`; health: the route that answers 200 once it can serve.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class Supervised:
         url: str,
         *,
         health: str = "/health",
+        append: bool = False,
     ) -> None:
         self.name = name
         self.url = url
         self.health_url = url + health
+        self._command, self._env, self._health = command, env, health
         self.log = log
         self.exit_code: int | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -66,7 +68,7 @@ class Supervised:
         guard = [sys.executable, "-m", "sglang_hetero.launcher.guard", str(control), str(status), str(GRACE_SECONDS)]
         try:
             try:
-                with open(log, "wb") as output:
+                with open(log, "ab" if append else "wb") as output:
                     self._guard = subprocess.Popen(
                         [*guard, self._scratch, "--", *command],
                         # Modules of the folder that we happen to stand in must not take the place of installed ones.
@@ -123,6 +125,11 @@ class Supervised:
         if self._status >= 0:
             os.close(self._status)
             self._status = -1
+
+    def again(self) -> "Supervised":
+        """The same command once more, behind the same log, after what is left of this run has been stopped."""
+        self.stop()
+        return Supervised(self.name, self._command, self._env, self.log, self.url, health=self._health, append=True)
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """Last lines of the log."""

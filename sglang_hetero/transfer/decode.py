@@ -12,12 +12,13 @@ import numpy as np
 
 from sglang_hetero.errors import HeteroError, ProtocolError, StagingError, TransferRefused
 
-from . import messages
+from . import integrity, messages
 from .inbox import Inbox
 from .lifetime import Receiving, ReceivingStatus
+from .link import Awaited
 from .outbox import Ids
 from .pieces import Coverage, Piece
-from .reception import Outgoing, Progress, Reception
+from .reception import MAX_OVER, Outgoing, Progress, Reception
 from .sources import SourceSet, source_set
 from .staging import STAGING_OPTION
 
@@ -76,18 +77,35 @@ class DecodeSide(Reception):
                 source_set,
                 mode,
                 source_set.programs_of(mode),
-                Receiving(source_set.stages, pulls=any(each.pulls for each in source_set.programs_of(mode))),
+                Receiving(
+                    source_set.stages,
+                    pulls=any(each.pulls for each in source_set.programs_of(mode)),
+                    lacking=lambda: self._lacking(inbox),
+                ),
                 Coverage(source_set.plan, len(ids)),
                 ids,
                 slot,
                 perf=self.perf.opened(room, len(ids)),
                 opened=now,
                 progress=now,
+                use=self._use(room),
             )
             self._units.request((room, inbox.epoch), self.settings.window * len(source_set.stages))
             self._inboxes[room, inbox.epoch] = self._current[room] = inbox
             outgoing = self._grant()
         self._send(outgoing)
+
+    def _use(self, room: int) -> str:
+        """A name for this use of a room, without asking the other ranks of this server: they count the same.
+
+        They are given the same requests in the same order. Should one have refused a use of the room, the next one
+        fails at prefill, which compares the names. The lock is held.
+        """
+        count = self._uses.pop(room, 0) + 1
+        self._uses[room] = count
+        while len(self._uses) > MAX_OVER:
+            self._uses.popitem(last=False)
+        return f"{self._identity.server} {count}"
 
     def poll(self, room: int) -> Progress:
         """Where the request is. Merges what has arrived of its linear state: call it between forward passes."""
@@ -103,12 +121,17 @@ class DecodeSide(Reception):
         self._send(outgoing)
         settings = self.settings
         with self._lock:
-            overdue = inbox.overdue(self._clock(), settings.window_seconds, settings.stall_seconds, self._units)
+            quarantined = "; ".join(map(str, self.doubts())) if self._units.quarantined else ""
+            overdue = inbox.overdue(
+                self._clock(), settings.window_seconds, settings.stall_seconds, self._units, quarantined
+            )
             outgoing = self._fail(inbox, f"{self.manifest.label}: {overdue}") if overdue else []
+            again = self._remind()
         self._send(outgoing)
+        self._send_again(again)
         with self._lock:
             status = inbox.machine.status
-            if status is ReceivingStatus.FAILED or inbox.fault:
+            if status is ReceivingStatus.FAILED:
                 return Progress.FAILED
             if status is ReceivingStatus.COMPLETE:
                 inbox.perf.complete()
@@ -123,8 +146,7 @@ class DecodeSide(Reception):
 
     def reason(self, room: int) -> str:
         """Why a request has failed."""
-        inbox = self._current[room]
-        return inbox.fault or inbox.machine.reason or ""
+        return self._current[room].machine.reason or ""
 
     def fail(self, room: int, reason: str) -> None:
         """Give a request up; no effect on one that has ended."""
@@ -132,6 +154,15 @@ class DecodeSide(Reception):
             inbox = self._current.get(room)
             outgoing = self._fail(inbox, reason) if inbox is not None else []
         self._send(outgoing)
+
+    def remind(self) -> None:
+        """Say again what may have been lost, also of failed requests whose units wait for a source.
+
+        `poll` does, too; this is for a thread that lives when SGLang polls nothing.
+        """
+        with self._lock:
+            again = self._remind()
+        self._send_again(again)
 
     def settle(self, room: int) -> None:
         """SGLang lets go of the request: after this call nothing of ours touches its pages and slot any more."""
@@ -156,7 +187,7 @@ class DecodeSide(Reception):
     # The threads that receive messages.
 
     def handle(self, message: messages.Message) -> None:
-        """A message of a prefill rank. What is wrong with it fails its request or is dropped, and is logged."""
+        """A message of a prefill rank. What is wrong with it fails its request, or is dropped and counted."""
         try:
             if isinstance(message, messages.Ready | messages.Failed | messages.Drained):
                 self._from_source(message)
@@ -166,28 +197,44 @@ class DecodeSide(Reception):
                 raise ProtocolError("it goes the other way")
         except HeteroError as error:
             self.counters.add("dropped")
-            logger.warning("%s: dropped a %s: %s", self.manifest.label, type(message).__name__, error)
+            self._faults.note(f"dropped a {type(message).__name__}", error)
 
-    def gone(self, incarnations: frozenset[str]) -> None:
-        """These prefill processes are no more: nothing of theirs arrives, and what they had begun has failed."""
+    def gone(self, incarnations: frozenset[str], why: str = "is gone") -> None:
+        """These prefill processes are no more: nothing of theirs arrives, and what they had begun has failed.
+
+        why: continues the name of a process, in the reason that its requests fail with.
+        """
+        self._lose(incarnations, why, ended=True)
+
+    def lost(self, incarnations: frozenset[str], why: str) -> None:
+        """These prefill processes take no part any more: what they had begun has failed. Whether they still write is
+        not known, so units stay apart until they have drained or are `gone`."""
+        self._lose(incarnations, why, ended=False)
+
+    def _lose(self, incarnations: frozenset[str], why: str, *, ended: bool) -> None:
         with self._lock:
             outgoing: Outgoing = []
             for inbox in list(self._inboxes.values()):
                 for number, source in enumerate(inbox.source_set.sources):
                     if source.incarnation in incarnations:
-                        outgoing += self._fail(inbox, f"{source.label} is gone")
-                        outgoing += self._source_gone(inbox, number)
+                        outgoing += self._fail(inbox, f"{source.label} {why}")
+                        if ended:
+                            outgoing += self._source_gone(inbox, number)
         self._send(outgoing)
 
     def _from_source(self, message: messages.Ready | messages.Failed | messages.Drained) -> None:
         with self._lock:
             inbox = self._inboxes.get((message.room, message.epoch))
-            if inbox is None:
-                return  # it has ended
+        if inbox is None:  # it has ended
+            if isinstance(message, messages.Ready):
+                self._answer_late(message)
+            return
+        with self._lock:
             if not inbox.source_set.is_source(message.incarnation, message.source):
                 raise ProtocolError(f"room {message.room}: source {message.source} is another process")
-            inbox.progress = self._clock()
+            inbox.source_set.heard.add(message.source)
             machine, label = inbox.machine, inbox.source_set.sources[message.source].label
+            before = machine.news
             if isinstance(message, messages.Ready):
                 inbox.perf.ready()
                 try:
@@ -202,6 +249,8 @@ class DecodeSide(Reception):
             else:
                 outgoing = self._fail(inbox, f"{label} has stopped")
                 outgoing += self._carry_out(inbox, machine.drained(message.source))
+            if machine.news != before:  # what is only said again must not keep a request alive that stands still
+                inbox.progress = self._clock()
         self._send(outgoing)
 
     def _ready(self, inbox: Inbox, message: messages.Ready) -> Outgoing:
@@ -209,7 +258,7 @@ class DecodeSide(Reception):
         program = inbox.programs[stage]
         outgoing: Outgoing = []
         for number, said in enumerate(message.pieces):
-            if message.digests:
+            if message.digests and self.settings.verify:  # nobody looks at them else
                 key = (stage, said.seq, message.reads)
                 inbox.digests.setdefault(key, {})[message.source] = message.digests[number]
             if message.reads:
@@ -243,6 +292,31 @@ class DecodeSide(Reception):
             except HeteroError as error:
                 outgoing = self._fail(inbox, f"prefill's first token: {error}")
         self._send(outgoing)
+
+    def awaited(self) -> dict[str, Awaited]:
+        """The prefill processes that requests here have to do with, by incarnation; no I/O."""
+        with self._lock:
+            found: dict[str, Awaited] = {}
+            for inbox in self._inboxes.values():
+                failed = inbox.machine.status is ReceivingStatus.FAILED
+                numbers = inbox.machine.may_write | inbox.in_doubt if failed else set(self._all(inbox))
+                for number in sorted(numbers):
+                    source = inbox.source_set.sources[number]
+                    known = found.get(source.incarnation)
+                    units = sum(map(len, inbox.units)) if failed else 0
+                    found[source.incarnation] = Awaited(
+                        source.label,
+                        inbox.source_set.address,
+                        inbox.source_set.sessions[number],
+                        units + (known.units if known is not None else 0),
+                    )
+            return found
+
+    def check_integrity(self) -> list[str]:
+        """Where the books do not agree, and which threads have ended; empty if all is right. No I/O."""
+        with self._lock:
+            wrong = integrity.receiving(self._units, self._inboxes, self._current)
+        return [*wrong, *(fault for fault in (self._worker.worker.fault, self._puller.fault) if fault)]
 
     @property
     def state(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ from . import fields, messages
 from .counters import Counters
 from .device import Lane
 from .engine.base import Engine
+from .faults import Faults
 from .lifetime import Epochs, SendingStatus
 from .link import Post
 from .outbox import Destination, Ids, Outbox, Peer
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 MAX_PARKED = 1024
 """Bind messages that wait for their sender's registration or for the topology: a matter of moments."""
+MAX_PEERS = 1024
+"""Decode ranks that are known, each with a thread. One more takes the place of one that has nothing under way."""
+MAX_OPEN = 1 << 14
+"""Requests that decode ranks have bound or given up here and SGLang has not let go of: more than any server runs."""
 MAX_LET_GO = 1 << 14
 """Requests of the last UNCLAIMED_SECONDS that are remembered so; those on SGLang's own path are among them."""
 MAX_REPLACED = 1024
@@ -98,6 +103,7 @@ class Dispatch:
         """control: sends to the control service. stall_seconds: without any progress a request fails."""
         self.manifest = manifest
         self.counters = counters or Counters()
+        self._faults = Faults(manifest.label, logger)
         self.perf = perf or silent(manifest.side, manifest.label)
         self._writer = Writer(engine, memory, packs, lane)
         self._busy_waits = engine.busy_waits
@@ -122,10 +128,13 @@ class Dispatch:
 
     def claim(self, room: int, owner: object | None = None) -> None:
         """SGLang has a sender for the request, which will `release` it. owner: the sender; the claim ends with it."""
+        self._sweep()
         with self._lock:
-            self._sweep()
-            self._claimed[room] = (lambda: True) if owner is None else weakref.ref(owner)
+            claim = self._claimed[room] = (lambda: True) if owner is None else weakref.ref(owner)
             self._let_go.pop(room, None)
+            outbox = self._rooms.get(room)
+            if outbox is not None and (outbox.owner is None or outbox.owner() is None):
+                outbox.owner = claim
 
     def _is_claimed(self, room: int) -> bool:
         claim = self._claimed.get(room)
@@ -142,53 +151,89 @@ class Dispatch:
             self._let_go.popitem(last=False)
 
     def _sweep(self) -> None:
-        """Drop what no sender has come for in a long time, ended or not: the client has reached decode only.
+        """Drop what no sender has come for in a long time, ended or not: the client has reached decode only."""
+        with self._lock:
+            now = self._clock()
+            self._remember(None, now)
+            stale = [
+                outbox
+                for room, outbox in self._rooms.items()
+                if not self._is_claimed(room)
+                and now - outbox.progress > (UNCLAIMED_SECONDS if outbox.ended else self._stall_seconds)
+            ]
+            ended = [outbox for outbox in stale if self._settle(outbox, "prefill was never asked for it")]
+        for outbox in ended:
+            self._settled(outbox)
+        with self._lock:
+            for outbox in stale:
+                if self._rooms.get(outbox.room) is outbox and not self._is_claimed(outbox.room):
+                    self._drop(outbox)
+                    self._claimed.pop(outbox.room, None)
+                    self._events.forgotten(outbox.room)
 
-        The lock is held.
-        """
-        now = self._clock()
-        self._remember(None, now)
-        stale = [
-            room
-            for room, outbox in self._rooms.items()
-            if not self._is_claimed(room)
-            and now - outbox.progress > (UNCLAIMED_SECONDS if outbox.ended else self._stall_seconds)
-        ]
-        for room in stale:
-            outbox = self._rooms.pop(room)
-            self._claimed.pop(room, None)
-            for destination in outbox.destinations.values():
-                destination.sending.abort("prefill was never asked for it")
-            self._events.forgotten(room)
-            self.perf.sent_end(room, "prefill was never asked for it")
-            logger.info("%s: room %d is forgotten: prefill has no request for it", self.manifest.label, room)
-
-    def fail(self, room: int, reason: str, only: Destination | None = None) -> None:
+    def fail(self, room: int, reason: str, of: Destination | None = None, *, asked: bool = False) -> None:
         """End a request on this side: no write of it begins any more, and every decode rank is told why.
 
-        only: the destination that asked for it, if it is another one's room by now nothing else ends.
+        of: the destination that is the cause; if the room is another request's by now nothing else ends. asked: its
+        decode rank has given the request up itself, and need not be told why.
         """
         with self._lock:
             outbox = self._rooms.get(room)
-            if only is not None and (outbox is None or outbox.destinations.get(only.rank) is not only):
-                only.sending.abort(reason)
-                return
-            if outbox is None or outbox.ended:
-                return
-            outbox.ended, outbox.reason, outbox.progress = True, reason, self._clock()
-            destinations = list(outbox.destinations.values())
-            for destination in destinations:
+            current = of is None or (outbox is not None and outbox.destinations.get(of.rank) is of)
+            ended = outbox if outbox is not None and current and self._settle(outbox, reason) else None
+            if of is not None:
+                of.sending.abort(reason)
+        if ended is not None:
+            self._settled(ended, of if asked else None)
+        elif of is not None:
+            self._farewell(of)
+
+    def _settle(self, outbox: Outbox, reason: str | None) -> bool:
+        """Every end of a request on this side comes through here, once; the lock is held.
+
+        reason: why it failed, None if every decode rank has everything. False: it had ended before. Otherwise
+        `_settled` has to follow when the lock is free.
+        """
+        if outbox.ended:
+            return False
+        outbox.ended, outbox.reason, outbox.progress = True, reason, self._clock()
+        outbox.first = outbox.told = None
+        if reason is not None:
+            for destination in outbox.destinations.values():
                 destination.sending.abort(reason)
-        logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
-        self.counters.add("failures")
+        return True
+
+    def _settled(self, outbox: Outbox, asked: Destination | None = None) -> None:
+        """What is owed when a request has ended here: figures, decode ranks, SGLang. asked: is not told why."""
+        room, reason = outbox.room, outbox.reason
+        self.counters.add("requests" if reason is None else "failures")
         self.perf.sent_end(room, reason)
-        for destination in destinations:
-            if destination is not only:
-                self._tell(
-                    destination.peer, messages.Failed, room, destination.epoch, source=self._number, reason=reason
-                )
+        if reason is None:
+            self._events.succeeded(room)
+            return
+        logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
+        for destination in list(outbox.destinations.values()):
+            if destination is not asked:
+                self._tell_end(destination, reason)
             self._farewell(destination)
         self._events.failed(room, reason)
+
+    def _tell_end(self, destination: Destination, reason: str) -> None:
+        self._tell(
+            destination.peer,
+            messages.Failed,
+            destination.room,
+            destination.epoch,
+            source=self._number,
+            reason=reason,
+        )
+
+    def _drop(self, outbox: Outbox) -> None:
+        """A request is no longer the room's; the lock is held. A write under way or in doubt is asked about later."""
+        self._rooms.pop(outbox.room, None)
+        for destination in outbox.destinations.values():
+            if destination.sending.drained:
+                self._destinations.pop(destination.key, None)
 
     def _advance(self, outbox: Outbox) -> None:
         """Let every destination have what has been computed of a request."""
@@ -214,51 +259,58 @@ class Dispatch:
                 destination.program.pulls and not destination.left for destination in outbox.destinations.values()
             )
 
-    def _fail_of(self, destination: Destination, reason: str) -> None:
-        """End the request that this destination belongs to, which need not be the room's present one."""
-        with self._lock:
-            outbox = self._rooms.get(destination.room)
-            current = outbox is not None and outbox.destinations.get(destination.rank) is destination
-            if not current:
-                destination.sending.abort(reason)
-        if current:
-            self.fail(destination.room, reason)
-        else:
-            self._farewell(destination)
-
     def failure(self, room: int) -> str | None:
         """Why a request has failed on this side; None if it has not."""
         with self._lock:
             outbox = self._rooms.get(room)
             return outbox.reason if outbox is not None else None
 
-    def release(self, room: int) -> None:
-        """SGLang is done with the request; what is still on its way is cut off first."""
-        self.fail(room, "the request ended on the prefill side")
+    def release(self, room: int, owner: object | None = None) -> None:
+        """SGLang is done with the request; what is still on its way is cut off first.
+
+        owner: the sender that lets go. What is of a later one of the same room stays.
+        """
         with self._lock:
-            self._claimed.pop(room, None)
-            outbox = self._rooms.pop(room, None)
-            if outbox is None or not outbox.bound:
+            outbox = self._rooms.get(room)
+            if outbox is not None and owner is not None and not outbox.belongs_to(owner):
+                outbox = None
+            ended = outbox is not None and self._settle(outbox, "the request ended on the prefill side")
+        if ended and outbox is not None:
+            self._settled(outbox)
+        with self._lock:
+            claim = self._claimed.get(room)
+            if claim is not None and (owner is None or claim() in (None, owner)):
+                del self._claimed[room]
+            if room not in self._claimed and (outbox is None or not outbox.bound):
                 self._remember(room, self._clock())
-            if outbox is None:
+            if outbox is None or self._rooms.get(room) is not outbox:
                 return
-            for destination in outbox.destinations.values():
-                # A write that is under way or in doubt is asked about later.
-                if destination.sending.drained:
-                    self._destinations.pop((destination.peer.incarnation, room, destination.epoch), None)
+            self._drop(outbox)
         self._unpark(room)
 
     def check(self, room: int) -> None:
-        """Fail a request that stands still: called when SGLang polls, also moves on chunks that were not complete."""
+        """Called when SGLang polls: moves on chunks that were not complete, says again what may have been lost, and
+        fails a request that stands still."""
         with self._lock:
             outbox = self._rooms.get(room)
             if outbox is None or outbox.ended:
                 return
-            idle = self._clock() - outbox.progress
+            now = self._clock()
+            idle = now - outbox.progress
             waits_for = [
                 each.peer.label for each in outbox.destinations.values() if each.sending.status is SendingStatus.SENDING
             ]
+            again = outbox.repetition.due(now, outbox.progress)
+            for each in outbox.destinations.values():
+                each.again |= again and each.has_said
+            told = outbox.told if again else None
         self._advance(outbox)
+        if told is not None:
+            self.counters.add("repeated")
+            try:
+                self._control(told)
+            except HeteroError as error:
+                logger.warning("%s: room %d: the first token was not told again: %s", self.manifest.label, room, error)
         if outbox.closed and idle > self._stall_seconds:
             self.fail(room, f"no progress for {idle:.0f} s, waiting for {', '.join(waits_for)}")
 
@@ -272,52 +324,60 @@ class Dispatch:
     # A mover.
 
     def _wake(self, destination: Destination) -> None:
-        """Hand a destination that has something to write to its mover; the lock is held."""
+        """Hand a destination that has something to write or to say to its mover; the lock is held."""
         mover = destination.peer.mover
-        runnable = destination.sending.runnable or destination.owes_total
-        if mover is not None and runnable and not destination.queued:
+        if mover is not None and destination.runnable and not destination.queued:
             destination.queued = True
             mover.wake(destination)
 
     def _turn(self, destination: Destination) -> bool:
-        with self._lock:
-            outbox = self._rooms.get(destination.room)
-            if outbox is None or outbox.moving:
-                destination.queued = False
-                return False
-            budget = max(1, len(destination.units) // BATCHES_PER_WINDOW) * destination.area_bytes
-            taken = destination.sending.take(min(destination.fitting(budget), fields.MAX_PIECES))
-            batch = [(seq, destination.sequence[seq]) for seq in taken]
-            if not (batch or destination.owes_total):
-                destination.queued = False
-                return False
-            source = Held(outbox.pages, outbox.slot, outbox.tokens, outbox.moves)
+        """On a mover's thread: one batch. True if there is more to do for the destination now."""
+        problem, taken = "", None
         try:
-            problem = self._write(destination, batch, source)
+            taken = self._take(destination)
+            if taken is not None:
+                problem = self._write(destination, *taken)
         except Exception as error:
             logger.exception("room %d to %s", destination.room, destination.peer.label)
             problem = f"{type(error).__name__}: {error}"
             with self._lock:
                 if destination.sending.in_flight:
-                    destination.sending.write_failed(problem, in_doubt=True)
+                    destination.sending.write_failed(problem, in_doubt=taken is not None)
         with self._lock:
-            destination.queued = runnable = not problem and (destination.sending.runnable or destination.owes_total)
-            if outbox is not None:
-                outbox.progress = self._clock()
+            outbox = self._rooms.get(destination.room)
+            waits = outbox is None or outbox.moving
+            destination.queued = runnable = not problem and not waits and destination.runnable
         if problem:
-            self._fail_of(destination, f"{self.manifest.label} {problem}")
-        if destination.goodbye:
+            self.fail(destination.room, f"{self.manifest.label} {problem}", of=destination)
+        elif destination.goodbye:
             self._farewell(destination)
         return runnable
 
+    def _take(self, destination: Destination) -> tuple[list[tuple[int, Piece]], Held] | None:
+        """The next batch, which may be empty, and where the request is. None: there is nothing to do now."""
+        with self._lock:
+            outbox = self._rooms.get(destination.room)
+            if outbox is None or outbox.moving:
+                return None
+            budget = max(1, len(destination.units) // BATCHES_PER_WINDOW) * destination.area_bytes
+            taken = destination.sending.take(min(destination.fitting(budget), fields.MAX_PIECES))
+            if not (taken or destination.owes_total or destination.owes_repetition):
+                return None
+            batch = [(seq, destination.sequence[seq]) for seq in taken]
+            return batch, Held(outbox.pages, outbox.slot, outbox.tokens, outbox.moves)
+
     def _write(self, destination: Destination, batch: Sequence[tuple[int, Piece]], source: Held) -> str:
         """Write a batch, which may be empty, and announce it; what went wrong, or an empty text."""
+        if not batch and destination.owes_repetition:
+            return self._say_again(destination, source)
         written = self._writer.write(destination, batch, source.pages, source.slot)
         with self._lock:
             if written.problem:
                 destination.sending.write_failed(written.problem, written.in_doubt)
                 return written.problem
             outbox = self._rooms.get(destination.room)
+            if batch and outbox is not None:
+                outbox.progress = self._clock()
             moved = outbox is not None and outbox.moves != source.moves
             if batch and moved and destination.sending.status is SendingStatus.SENDING:
                 self.counters.add("again")
@@ -340,18 +400,57 @@ class Dispatch:
             destination.perf.wrote(
                 destination.peer.label, written.started, written.ended, written.nbytes, written.descriptors
             )
-        told = not (written.pieces or total >= 0) or self._tell(
+        told = not (written.pieces or total >= 0) or self._announce(
+            destination, source, written.pieces, written.digests, total
+        )
+        return "" if told else f"could not reach {destination.peer.label}"
+
+    def _say_again(self, destination: Destination, source: Held) -> str:
+        """Announce again what is written and not acknowledged; decode looks at what it does not know yet.
+
+        A message is no progress: a destination that answers nothing is given up like before.
+        """
+        with self._lock:
+            sending = destination.sending
+            own = [(seq, destination.sequence[seq]) for seq in sending.announced][: fields.MAX_PIECES]
+            told = sending.total if destination.total_told else None
+        if destination.verify:
+            pieces, digests = self._writer.digests_of(destination, own, source.pages, source.slot)
+        else:
+            pieces, digests = self._writer.announced(destination, own), ()
+        with self._lock:
+            outbox = self._rooms.get(destination.room)
+            if outbox is not None and outbox.moves != source.moves:
+                return ""  # the digests may be of somebody else's pages: another turn
+            destination.again = False
+        reads = told is not None and destination.program.pulls
+        if reads and destination.verify:
+            self._tell_reads(destination, source)
+        self.counters.add("repeated")
+        self._announce(destination, source, pieces, digests, -1 if told is None else told)
+        return ""
+
+    def _announce(
+        self,
+        destination: Destination,
+        source: Held,
+        pieces: tuple[messages.AnnouncedPiece, ...],
+        digests: tuple[bytes, ...],
+        total: int,
+    ) -> bool:
+        """Tell decode what lies in its units, and with it the number of pieces, -1 while that is not known."""
+        reads = total >= 0 and destination.program.pulls
+        return self._tell(
             destination.peer,
             messages.Ready,
             destination.room,
             destination.epoch,
             source=self._number,
-            pieces=written.pieces,
+            pieces=pieces,
             total=total,
-            digests=written.digests,
+            digests=digests,
             place=messages.place_of(source.pages, source.slot) if reads else "",
         )
-        return "" if told else f"could not reach {destination.peer.label}"
 
     def _tell_reads(self, destination: Destination, source: Held) -> None:
         """Digests of what decode will read itself, before it knows that it may."""
@@ -386,7 +485,6 @@ class Dispatch:
             destination.goodbye = destination.sending.in_flight
             drained = destination.sending.drained
             if drained:
-                key = (destination.peer.incarnation, destination.room, destination.epoch)
-                self._destinations.pop(key, None)
+                self._destinations.pop(destination.key, None)
         if drained:
             self._tell(destination.peer, messages.Drained, destination.room, destination.epoch, source=self._number)

@@ -19,6 +19,7 @@ import torch
 from .device import Done, on_device
 from .outbox import Chunk, Move, Placed
 from .pieces import COMPLETE, Mark
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +98,7 @@ class Follower:
         self._asleep = False
         self._stopped = threading.Event()
         self._warned = False
-        self.thread = threading.Thread(target=self._run, name=f"hetero-follower {name}", daemon=True)
-        self.thread.start()
+        self.worker = Worker(f"hetero-follower {name}", self._run)
 
     def put(self, note: Note | Located) -> None:
         """From the scheduler's thread, in the order of what it sees.
@@ -112,6 +112,7 @@ class Follower:
 
     def stop(self) -> None:
         """End the thread; what is not due by then is not told."""
+        self.worker.stop()
         self._stopped.set()
         self._news.set()
 

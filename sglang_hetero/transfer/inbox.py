@@ -10,7 +10,7 @@ from sglang_hetero.perf.records import ReceivedRecord
 
 from . import messages
 from .device import Done
-from .lifetime import Receiving, ReceivingStatus
+from .lifetime import Receiving, ReceivingStatus, Repetition
 from .outbox import Ids
 from .pieces import Coverage, Piece, StageProgram, StateMode
 from .sources import SourceSet
@@ -52,6 +52,11 @@ class Inbox:
     opened: float
     """When it was opened, on the clock of the side; then when something last happened."""
     progress: float
+    use: str = ""
+    """Names this use of the room: the same at all ranks of this decode server, and never the same again."""
+    ended: float = 0.0
+    """When it ended, on the clock of the side."""
+    repetition: Repetition = field(default_factory=Repetition)
     units: tuple[tuple[int, ...], ...] = ()
     """Per stage the offsets of its window in the arena."""
     state_ready: deque[Arrived] = field(default_factory=deque)
@@ -77,8 +82,6 @@ class Inbox:
     """In verification mode, per stage and seq, and whether decode reads it, what the sharers say that they have."""
     places: dict[int, str] = field(default_factory=dict)
     """In mode pull, digests of where each source says that it keeps the request."""
-    fault: str = ""
-    """Why the request must not succeed although all has arrived."""
 
     def elsewhere(self) -> str:
         """Which source keeps the request elsewhere than the first token's message says, or an empty text."""
@@ -107,13 +110,17 @@ class Inbox:
             )
         return {stage: program.total(message.chunks, message.tokens) for stage, program in enumerate(self.programs)}
 
-    def overdue(self, now: float, window_seconds: float, stall_seconds: float, units: Arena) -> str:
-        """Why the request has waited too long, or an empty text: for units, or for anything to happen."""
+    def overdue(self, now: float, window_seconds: float, stall_seconds: float, units: Arena, doubts: str) -> str:
+        """Why the request has waited too long, or an empty text: for units, or for anything to happen.
+
+        doubts: which units are quarantined, from whom and since when; empty if none are.
+        """
         status, idle = self.machine.status, now - self.progress
         if status is ReceivingStatus.QUEUED and now - self.opened > window_seconds:
             return (
                 f"no units of staging for {now - self.opened:.0f} s: {units.held} of {units.units} are in use, "
-                f"{units.quarantined} wait for a writer; raise {STAGING_OPTION}"
+                f"{units.quarantined} wait for a writer{f' ({doubts})' if doubts else ''}; raise {STAGING_OPTION}"
+                f"{', or start the servers again that may still write' if doubts else ''}"
             )
         if status is ReceivingStatus.OPEN and idle > stall_seconds:
             sources = ", ".join(source.label for source in self.source_set.sources)

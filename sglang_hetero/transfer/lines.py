@@ -27,6 +27,8 @@ class Lines(Generic[Owner, Item]):
         self._size = size
         self._lines: dict[int, tuple[Owner, deque[Item]]] = {}  # by identity, those that have waited longest first
         self._changed = threading.Condition()
+        self._taken: Owner | None = None
+        """Whose items were taken last: they are worked on until more are taken."""
         self._stopped = False
         self._turn = 0
 
@@ -37,9 +39,15 @@ class Lines(Generic[Owner, Item]):
             line.append(item)
             self._changed.notify()
 
+    def has(self, owner: Owner) -> bool:
+        """Whether an owner has items waiting, or had its turn last and whoever took them has not come for more."""
+        with self._changed:
+            return id(owner) in self._lines or self._taken is owner
+
     def take(self, limit: int) -> tuple[Owner, list[Item]] | None:
         """The next owner and its first items, at most `limit`; waits for some. None: stopped, and nothing is left."""
         with self._changed:
+            self._taken = None
             while not self._lines:
                 if self._stopped:
                     return None
@@ -54,6 +62,7 @@ class Lines(Generic[Owner, Item]):
             items = [line.popleft() for _ in range(min(limit, len(line)))]
             if line:
                 self._lines[id(owner)] = (owner, line)
+            self._taken = owner
             return owner, items
 
     def stop(self) -> None:

@@ -15,6 +15,18 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """A peer's process that requests have to do with. units: of staging, kept because it may still write to them."""
+
+    label: str
+    address: str
+    """Of the peer's server, as the log calls it."""
+    session: str
+    """Of its transfer engine."""
+    units: int = 0
+
+
 Post = Callable[[Endpoint, bytes], None]
 """Send one encoded message to a rank, from any thread. Raises OSError or zmq's ZMQError (not derived from it) when the
 peer cannot be reached; it never blocks longer than the bound of the socket behind it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ from sglang_hetero.merge.batch import Staged
 from . import verify
 from .inbox import Arrived, Inbox
 from .lines import Lines
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ class MergeWorker:
     def __init__(self, name: str, merge_batch: Callable[[Inbox, Sequence[Arrived]], None]) -> None:
         self._merge_batch = merge_batch
         self._todo: Lines[Inbox, Arrived] = Lines()
-        self.thread = threading.Thread(target=self._run, name=f"hetero-merger {name}", daemon=True)
-        self.thread.start()
+        self.worker = Worker(f"hetero-merger {name}", self._run)
 
     def put(self, inbox: Inbox, arrived: Arrived) -> None:
         """Merge this piece; from any thread."""
@@ -76,6 +75,7 @@ class MergeWorker:
 
     def stop(self) -> None:
         """End the thread after what is on the list."""
+        self.worker.stop()
         self._todo.stop()
 
     def _run(self) -> None:

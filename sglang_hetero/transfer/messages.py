@@ -56,7 +56,7 @@ from .fields import (
 from .pieces import StateMode
 
 MAGIC = b"SGHT"
-VERSION = 1
+VERSION = 2
 """Raised with every change of a message's fields or of what one of them means."""
 _HEADER = len(MAGIC) + 1
 
@@ -130,11 +130,15 @@ class Register(BaseMessage, frozen=True, kw_only=True):
 class Bind(BaseMessage, frozen=True, kw_only=True):
     """A request's window at one decode rank, for one source.
 
-    rank, ranks: decode's attention-TP rank and size. pages: that decode has for the request. fingerprint: of
-    the plan. units: offsets in the arena of the stage's units. area_offset, area_bytes: the source's
-    area in each unit, (0, 0) for a source without a share. verify: announce digests too.
+    source: incarnation of the process that it is for; one that has taken that one's endpoint does not take it. use:
+    names this use of the room; it is the same at all ranks of the decode server. rank, ranks: decode's attention-TP
+    rank and size. pages: that decode has for the request. fingerprint: of the plan. units: offsets in the arena of the
+    stage's units. area_offset, area_bytes: the source's area in each unit, (0, 0) for a source without a share.
+    verify: announce digests too.
     """
 
+    source: Name = ""
+    use: Name = ""
     rank: Rank = 0
     ranks: Ranks = 1
     tokens_max: Tokens = 0
@@ -169,8 +173,10 @@ class Finish(BaseMessage, frozen=True, kw_only=True):
 
 
 class Abort(BaseMessage, frozen=True, kw_only=True):
-    """The sender has given the request up; the source stops and answers Drained."""
+    """The sender has given the request up; the source stops and answers Drained. use: as in Bind, empty if no Bind was
+    ever made."""
 
+    use: NameOrNone = ""
     reason: Reason = ""
 
 
@@ -290,7 +296,18 @@ class Topology(BaseMessage, frozen=True, kw_only=True):
 
 
 class Ping(BaseMessage, frozen=True, kw_only=True):
-    """To the control service: still there, and able to take what has been parked."""
+    """To the control service, which answers with Pong: still there, and able to take what has been parked."""
+
+
+class Pong(BaseMessage, frozen=True, kw_only=True):
+    """By the control service; incarnation is its own. known: whether it knows the receiver as a prefill rank.
+    topologies: the name of every attention-DP replica of which ranks have reported, empty while ranks are missing."""
+
+    known: bool = False
+    topologies: Annotated[tuple[tuple[Rank, NameOrNone], ...], Meta(max_length=limits.MAX_RANKS)] = ()
+
+    def check(self) -> None:
+        _require(all(a < b for (a, _), (b, _) in pairwise(self.topologies)), "replicas are not in ascending order")
 
 
 Message = (
@@ -307,6 +324,7 @@ Message = (
     | TopologyRequest
     | Topology
     | Ping
+    | Pong
 )
 
 

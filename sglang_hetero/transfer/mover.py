@@ -14,6 +14,7 @@ from typing import Protocol
 
 from .lines import Lines
 from .outbox import Destination
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -35,24 +36,26 @@ class Mover:
         """yields: give way to other threads of the host."""
         self._turn, self._yields = turn, yields
         self._runnable: Lines[Destination, None] = Lines(lambda destination, _: destination.untaken)
-        self._stopped = False
-        self.thread = threading.Thread(target=self._run, name=f"hetero-mover {name}", daemon=True)
-        self.thread.start()
+        self.worker = Worker(f"hetero-mover {name}", self._run)
 
     def wake(self, destination: Destination) -> None:
         """Put a destination on the list. The caller sees to it that it is there once at most."""
         self._runnable.put(destination, None)
 
+    def has(self, destination: Destination) -> bool:
+        """Whether a destination is on the list, or has its turn now."""
+        return self._runnable.has(destination)
+
     def stop(self) -> None:
         """End the thread after its present batch."""
-        self._stopped = True
+        self.worker.stop()
         self._runnable.stop()
 
     def _run(self) -> None:
         if self._yields:
             with suppress(OSError):  # Linux counts niceness by thread; where it is refused nothing is lost but time
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while (found := self._runnable.take(1)) is not None and not self._stopped:
+        while (found := self._runnable.take(1)) is not None and not self.worker.stopped:
             destination, _ = found
             try:
                 if self._turn(destination):

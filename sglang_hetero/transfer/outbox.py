@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
 from .device import Done, HostCopy, at_once
-from .lifetime import Sending, SendingStatus
+from .lifetime import Repetition, Sending, SendingStatus
 from .link import Endpoint
 from .pieces import COMPLETE, NOTHING, Mark, Piece, SourceSide, StageProgram, StateMode
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .mover import Mover
 
 Ids = npt.NDArray[np.int64]
+MAX_PROGRAMS = 8
+"""Sequences that are kept for a decode rank: it cuts all its requests alike, in one mode."""
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Peer:
         assert self.plan is not None
         key = (tuple(sorted(pages_per_piece.items())), mode)
         if key not in self.programs:
+            while len(self.programs) >= MAX_PROGRAMS:
+                del self.programs[next(iter(self.programs))]
             self.programs[key] = StageProgram(self.plan, stage, pages_per_piece, mode)
         return self.programs[key]
 
@@ -191,6 +195,27 @@ class Destination:
     """Of the request."""
     goodbye: bool = False
     """Whether `Drained` has to be told once no write is in flight."""
+    again: bool = False
+    """Whether what was announced and is not acknowledged has to be announced again."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Incarnation of the decode process, room and epoch: what its messages say."""
+        return self.peer.incarnation, self.room, self.epoch
+
+    @property
+    def runnable(self) -> bool:
+        """Whether its mover has anything to do for it."""
+        return self.sending.runnable or self.owes_total or self.owes_repetition
+
+    @property
+    def has_said(self) -> bool:
+        """Whether there is anything that a lost message may have told."""
+        return self.total_told or bool(self.sending.announced)
+
+    @property
+    def owes_repetition(self) -> bool:
+        return self.again and self.sending.status is SendingStatus.SENDING
 
     @property
     def owes_total(self) -> bool:
@@ -229,6 +254,10 @@ class Outbox:
     room: int
     expected: int
     """Number of decode ranks that bind it."""
+    use: str = ""
+    """Names this use of the room (Bind.use); empty if nobody has bound it."""
+    owner: Callable[[], object | None] | None = None
+    """Gives SGLang's sender of the request, None when that is gone; None while there is none."""
     destinations: dict[int, Destination] = field(default_factory=dict)
     """By decode rank."""
     chunks: list[Chunk] = field(default_factory=list)
@@ -244,8 +273,11 @@ class Outbox:
     """Whether it may have, and has not said yet where the request is now: nothing is read, nobody is told where."""
     first: FirstToken | None = None
     """What waits for that to be told."""
+    told: messages.FirstGeneration | None = None
+    """What this rank has told of the first token, to be told again."""
     progress: float = 0.0
-    """When something last happened, on the clock of the side."""
+    """When something new last happened, on the clock of the side."""
+    repetition: Repetition = field(default_factory=Repetition)
     perf: SentRecord = field(default_factory=unlooked)
     """Where its figures are kept."""
     ended: bool = False
@@ -255,6 +287,15 @@ class Outbox:
     @property
     def bound(self) -> bool:
         return len(self.destinations) == self.expected
+
+    @property
+    def finished(self) -> bool:
+        """Whether every decode rank has everything."""
+        return self.bound and all(each.sending.status is SendingStatus.FINISHED for each in self.destinations.values())
+
+    def belongs_to(self, owner: object) -> bool:
+        """Whether it is of no other sender of SGLang's than this one."""
+        return self.owner is None or self.owner() in (None, owner)
 
     def left(self, incarnation: str, epoch: int) -> None:
         """A decode rank is done with the request."""

@@ -13,16 +13,19 @@ import numpy as np
 from sglang_hetero.errors import HeteroError, ProtocolError
 from sglang_hetero.layout.wire import decode as decode_manifest
 
-from . import messages
+from . import integrity, messages
 from .device import Done, at_once
-from .dispatch import MAX_PARKED, MAX_REPLACED, Dispatch
+from .dispatch import MAX_OPEN, MAX_PARKED, MAX_PEERS, MAX_REPLACED, Dispatch
 from .lifetime import SendingStatus
-from .link import Endpoint
+from .link import Awaited, Endpoint
 from .mover import Mover
 from .outbox import Chunk, FirstToken, Ids, Move, Outbox, Peer, Placed, destination_of
 from .pieces import Mark
 
 logger = logging.getLogger(__name__)
+
+STILL_SECONDS = 5.0
+"""Without any progress of a request it is looked whether its decode ranks have ended."""
 
 
 class PrefillSide(Dispatch):
@@ -47,7 +50,7 @@ class PrefillSide(Dispatch):
         self._unpark()
 
     def handle(self, message: messages.Message) -> None:
-        """A message of a decode rank. What is wrong with it fails its request or is dropped, and is logged."""
+        """A message of a decode rank. What is wrong with it fails its request, or is dropped and counted."""
         try:
             if isinstance(message, messages.Register):
                 self._register(message)
@@ -58,13 +61,10 @@ class PrefillSide(Dispatch):
             elif isinstance(message, (messages.Ack, messages.Finish)):
                 self._progress(message)
             else:
-                self.counters.add("dropped")
-                logger.warning(
-                    "%s: dropped a %s, which goes the other way", self.manifest.label, type(message).__name__
-                )
+                raise ProtocolError("it goes the other way")
         except HeteroError as error:
             self.counters.add("dropped")
-            logger.warning("%s: dropped a %s: %s", self.manifest.label, type(message).__name__, error)
+            self._faults.note(f"dropped a {type(message).__name__}", error)
 
     def _register(self, message: messages.Register) -> None:
         manifest = decode_manifest(message.manifest)
@@ -84,13 +84,23 @@ class PrefillSide(Dispatch):
                 raise ProtocolError("another process has taken its place")
             if message.incarnation in self._peers:
                 return
+            gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
             peer.mover = Mover(manifest.label, self._turn, yields=self._busy_waits)
             self._peers[message.incarnation] = peer
-            gone = [old for old in self._peers.values() if old is not peer and old.place == peer.place]
         logger.info("%s: %s registered, session %s", self.manifest.label, peer.label, peer.session)
         for old in gone:
             self._forget(old)
         self._unpark()
+
+    def _crowded_out(self) -> list[Peer]:
+        """Whom a new decode rank displaces, if there are too many; the lock is held. Raises ProtocolError if nobody."""
+        if len(self._peers) < MAX_PEERS:
+            return []
+        busy = {incarnation for incarnation, _, _ in self._destinations}
+        for peer in self._peers.values():  # who registered first may well be gone
+            if peer.incarnation not in busy:
+                return [peer]
+        raise ProtocolError(f"{MAX_PEERS} decode ranks are known, and all have requests under way")
 
     def _unpark(self, room: int | None = None) -> None:
         with self._lock:
@@ -99,8 +109,27 @@ class PrefillSide(Dispatch):
         for message in parked:
             self.handle(message)
 
-    def _forget(self, peer: Peer) -> None:
-        """Another process has taken a peer's place."""
+    def awaited(self) -> dict[str, Awaited]:
+        """The decode processes that requests stand still for, by incarnation; no I/O."""
+        with self._lock:
+            now, found = self._clock(), {}
+            for each in self._destinations.values():
+                outbox = self._rooms.get(each.room)
+                still = outbox is None or now - outbox.progress > STILL_SECONDS
+                if still and each.sending.status is not SendingStatus.FINISHED:
+                    peer = each.peer
+                    found[peer.incarnation] = Awaited(peer.label, str(peer.endpoint), peer.session)
+            return found
+
+    def gone(self, incarnations: frozenset[str], why: str) -> None:
+        """These decode processes are no more: their requests have failed. why: continues the name of one."""
+        with self._lock:
+            peers = [self._peers[each] for each in incarnations if each in self._peers]
+        for peer in peers:
+            self._forget(peer, why)
+
+    def _forget(self, peer: Peer, why: str = "was started again") -> None:
+        """Another process has taken a peer's place, or it has ended."""
         with self._lock:
             self._peers.pop(peer.incarnation, None)
             self._replaced[peer.incarnation] = None
@@ -109,34 +138,35 @@ class PrefillSide(Dispatch):
             keys = [key for key in self._destinations if key[0] == peer.incarnation]
             destinations = [self._destinations.pop(key) for key in keys]
         for destination in destinations:
-            self._fail_of(destination, f"{peer.label} was started again")
+            self.fail(destination.room, f"{peer.label} {why}", of=destination)
         if peer.mover is not None:
             peer.mover.stop()
 
     def _bind(self, message: messages.Bind) -> None:
         key = (message.incarnation, message.room, message.epoch)
+        if message.source != self.manifest.incarnation:
+            raise ProtocolError(f"room {message.room} is bound to {message.source}, which this process has replaced")
+        self._sweep()
         with self._lock:
             if message.incarnation in self._replaced:
                 raise ProtocolError(f"room {message.room} is bound by a process that another one has replaced")
             peer = self._peers.get(message.incarnation)
             late = peer is not None and self._epochs.late(*key)
-            unknown = key not in self._destinations
             outbox = self._rooms.get(message.room)
-            again = outbox is not None and message.rank in outbox.destinations
+            again = (
+                outbox is not None
+                and bool(outbox.destinations)
+                and (message.rank in outbox.destinations or outbox.use != message.use)
+            )
         if peer is not None and late:
-            # Its Abort has overtaken it, and could not be answered if that overtook the registration, too.
-            if unknown:
-                self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            self._answer_late(message, peer)
             return
         if again and peer is not None:
-            self.fail(message.room, f"{peer.label} bound the request again")
+            self.fail(message.room, f"{peer.label} bound the room again, for another request")
         with self._lock:
-            self._sweep()
             let_go = peer is not None and message.room in self._let_go and self._epochs.open(*key)
         if peer is not None and let_go:
-            reason = f"the request had ended at {self.manifest.label} before it was bound"
-            self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=reason)
-            self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            self._refuse(message, peer, f"the request had ended at {self.manifest.label} before it was bound")
             return
         with self._lock:
             if peer is None or not self._sources or self._in_use(message):
@@ -147,9 +177,38 @@ class PrefillSide(Dispatch):
         try:
             self._accept(message, peer)
         except HeteroError as error:
-            self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=str(error))
-            self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            self._refuse(message, peer, str(error))
+            with self._lock:
+                self._end_unbound(message.room, str(error))
             self.fail(message.room, str(error))
+
+    def _end_unbound(self, room: int, reason: str) -> None:
+        """The request may be waiting here for a Bind that will not come, or not come again; the lock is held."""
+        if room not in self._rooms and room not in self._let_go and len(self._rooms) < MAX_OPEN:
+            self._rooms[room] = Outbox(room, 0, progress=self._clock(), ended=True, reason=reason)
+
+    def _refuse(self, message: messages.Bind, peer: Peer, reason: str) -> None:
+        """A request will not be sent, and nothing of it ever was."""
+        self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=reason)
+        self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+
+    def _answer_late(self, message: messages.Bind, peer: Peer) -> None:
+        """A Bind of a request that was bound before, or ended: said again, or its Abort has overtaken it.
+
+        If it is no longer sent decode has not heard so: that message was lost, or could not be sent before decode had
+        registered.
+        """
+        with self._lock:
+            destination = self._destinations.get((message.incarnation, message.room, message.epoch))
+            outbox = self._rooms.get(message.room)
+            last = outbox.destinations.get(message.rank) if outbox is not None else None
+            last = last if last is not None and (last.peer, last.epoch) == (peer, message.epoch) else destination
+            reason = last.sending.reason if last is not None else None
+            drained = destination is None or (reason is not None and destination.sending.drained)
+        if reason is not None:
+            self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=reason)
+        if drained:
+            self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
 
     def _in_use(self, message: messages.Bind) -> bool:
         """Whether an earlier use of the room is not over here; the lock is held.
@@ -174,14 +233,26 @@ class PrefillSide(Dispatch):
 
     def _accept(self, message: messages.Bind, peer: Peer) -> None:
         """Enter a destination. Raises HeteroError for what this rank would not do as decode expects."""
-        key = (message.incarnation, message.room, message.epoch)
         with self._lock:
             destination = destination_of(message, peer, self._sources, self._number)
+        record = self.perf.sent(message.room)
+        with self._lock:
             outbox = self._rooms.get(message.room)
             if outbox is None:
+                if len(self._rooms) >= MAX_OPEN:
+                    raise ProtocolError(f"{self.manifest.label} has {MAX_OPEN} requests already")
                 outbox = self._rooms[message.room] = Outbox(
-                    message.room, message.ranks, progress=self._clock(), perf=self.perf.sent(message.room)
+                    message.room,
+                    message.ranks,
+                    message.use,
+                    self._claimed.get(message.room),
+                    progress=self._clock(),
+                    perf=record,
                 )
+            if outbox.ended:  # by another thread, since it was looked whether the room is in use
+                raise ProtocolError(outbox.reason or f"the request has ended at {self.manifest.label}")
+            if self._peers.get(peer.incarnation) is not peer:  # the same
+                raise ProtocolError(f"another process has taken the place of {peer.label}")
             if outbox.expected != message.ranks:
                 raise ProtocolError(
                     f"{peer.label} says that {message.ranks} decode ranks take room {message.room}, another said "
@@ -189,8 +260,9 @@ class PrefillSide(Dispatch):
                 )
             outbox.destinations[message.rank] = destination
             destination.perf = outbox.perf
-            self._destinations[key] = destination
-            destination.sending.acked(self._early.pop(key, 0))
+            self._destinations[destination.key] = destination
+            destination.sending.acked(self._early.pop(destination.key, 0))
+            outbox.progress = self._clock()
             outbox.extend(destination)
             self._wake(destination)
             bound = outbox.bound
@@ -202,7 +274,7 @@ class PrefillSide(Dispatch):
         key = (message.incarnation, message.room, message.epoch)
         with self._lock:
             if key in self._parked and isinstance(message, messages.Ack):
-                # Others have sent all of what is acknowledged. It must not be lost: it is not told again.
+                # Others have sent all of what is acknowledged.
                 self._early[key] = max(message.upto, self._early.get(key, 0))
                 return
             destination = self._destinations.get(key)
@@ -211,7 +283,7 @@ class PrefillSide(Dispatch):
                 if outbox is not None and outbox.ended and isinstance(message, messages.Finish):
                     outbox.left(message.incarnation, message.epoch)
                 return  # of a request that has ended here
-            outbox.progress = self._clock()
+            before = destination.sending.news
             try:
                 if isinstance(message, messages.Finish):
                     destination.sending.finished()
@@ -225,24 +297,19 @@ class PrefillSide(Dispatch):
             else:
                 problem = ""
                 self._wake(destination)
-            done = (
-                all(each.sending.status is SendingStatus.FINISHED for each in outbox.destinations.values())
-                and outbox.bound
-            )
-            if done:
-                outbox.ended = True
+            if destination.sending.news != before:  # a repetition does not keep alive what stands still
+                outbox.progress = self._clock()
+            done = not problem and outbox.finished and self._settle(outbox, None)
         if problem:
             self.fail(message.room, problem)
         elif done:
-            self.counters.add("requests")
-            self.perf.sent_end(message.room)
-            self._events.succeeded(message.room)
+            self._settled(outbox)
 
     def _abort(self, message: messages.Abort) -> None:
         key = (message.incarnation, message.room, message.epoch)
         reason = message.reason or "a decode rank gave the request up"
+        self._sweep()
         with self._lock:
-            self._sweep()
             self._parked.pop(key, None)
             self._early.pop(key, None)
             peer = self._peers.get(message.incarnation)
@@ -251,19 +318,11 @@ class PrefillSide(Dispatch):
             outbox = self._rooms.get(message.room)
             if outbox is not None:
                 outbox.left(message.incarnation, message.epoch)
-            if never_bound and outbox is None and message.room not in self._let_go:
-                # The request may be waiting here for a Bind that will not come.
-                self._rooms[message.room] = Outbox(message.room, 0, progress=self._clock(), ended=True, reason=reason)
-            # Of the request that others have bound? Not if this rank has, with another epoch.
-            same_use = (
-                peer is not None
-                and outbox is not None
-                and all(each.peer is not peer for each in outbox.destinations.values())
-            )
+            if never_bound:
+                self._end_unbound(message.room, reason)
+            same_use = peer is not None and outbox is not None and outbox.use == message.use
         if destination is not None:
-            destination.sending.abort(reason)
-            self.fail(message.room, reason, only=destination)
-            self._farewell(destination)
+            self.fail(message.room, reason, of=destination, asked=True)
             return
         if never_bound and same_use:
             self.fail(message.room, reason)
@@ -386,7 +445,11 @@ class PrefillSide(Dispatch):
 
     def _tell_first(self, outbox: Outbox, first: FirstToken) -> None:
         try:
-            self._control(self._first_generation(outbox, first))
+            with self._lock:
+                if outbox.ended:
+                    return
+                message = outbox.told = self._first_generation(outbox, first)
+            self._control(message)
         except HeteroError as error:
             self.fail(outbox.room, f"{self.manifest.label} could not tell the first token: {error}")
 
@@ -411,6 +474,13 @@ class PrefillSide(Dispatch):
         for peer in peers:
             if peer.mover is not None:
                 peer.mover.stop()
+
+    def check_integrity(self) -> list[str]:
+        """Where the books do not agree, and which threads have ended; empty if all is right. No I/O."""
+        with self._lock:
+            wrong = integrity.sending(self._peers, self._rooms, self._destinations)
+            movers = [peer.mover for peer in self._peers.values() if peer.mover is not None]
+        return [*wrong, *(fault for mover in movers if (fault := mover.worker.fault))]
 
     @property
     def state(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ Batch by batch: as many pieces as the window has units are read from all sources
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -16,6 +17,8 @@ import numpy as np
 from .engine.base import Engine, EngineError
 from .inbox import Arrived, Inbox
 from .outbox import Ids
+
+logger = logging.getLogger(__name__)
 
 Read = tuple[int, Any, Any, Any]
 """Number of a source, and where from, where to and how many bytes: arrays of uint64."""
@@ -78,6 +81,8 @@ class Puller:
 
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine, self._executor = engine, executor
+        self.fault = ""
+        """That the end of a read could not be told, and why: its request waits for it for ever. Else an empty text."""
 
     def start(self, inbox: Inbox, reads: Sequence[Read], done: Report) -> None:
         """Begin to read; `done` is told of each source."""
@@ -93,7 +98,12 @@ class Puller:
             label = inbox.source_set.sources[source].label
             settled = isinstance(error, EngineError) and error.settled
             outcome = Outcome(f"could not read from {label}: {type(error).__name__}: {error}", not settled)
-        done(inbox, source, outcome)
+        try:
+            done(inbox, source, outcome)
+        except BaseException as error:
+            # Nobody looks at what an executor's task raises.
+            self.fault = f"the end of a read was not told: {type(error).__name__}: {error}"
+            logger.critical("room %d: %s", inbox.room, self.fault, exc_info=True)
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -7,8 +7,10 @@ One lock guards the books; it is never held while bytes move or a message is pos
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,18 +30,28 @@ from . import lifetime, messages
 from .counters import Counters
 from .device import ForwardLane, Lane
 from .engine.base import Engine
+from .faults import Faults
 from .inbox import Arrived, Inbox
 from .lifetime import ReceivingStatus
 from .link import Endpoint, Post
 from .merger import MergeWorker, differences, merge
 from .pieces import Piece, StateMode
 from .puller import Outcome, Puller, next_batch, pieces_to_read, reads_of
+from .sources import SourceSet
 from .staging import Arena, per_stage
 
 logger = logging.getLogger(__name__)
 
 MAX_READERS = 16
 """Sources that are read from at the same time."""
+MAX_OVER = 1 << 14
+"""Requests of which it is remembered how they ended, and rooms of which it is how often they were used: far more than a
+prefill server has under way."""
+LOOK_SECONDS = 0.5
+"""Between looks whether something is to be said again; a fraction of the shortest silence after which it is."""
+EPOCH_BITS = 48
+"""Of the random number that a process counts its epochs from: two processes' ranges do not meet, and 2**48 and all
+requests of a process fit what a message can carry."""
 
 
 class Progress(Enum):
@@ -67,10 +79,39 @@ class Settings:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this rank is to its peers: control socket, identity at the control service, place among decode's ranks."""
+    """Who this rank is to its peers: control socket, identity at the control service, and its server."""
 
     endpoint: Endpoint
     control: bytes
+    server: str = ""
+    """The same at all ranks of this decode server, and at no other server's."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A source that may still write into units of a failed request, and the session of its transfer engine."""
+
+    label: str
+    incarnation: str
+    session: str
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A failed request whose units are quarantined. units: how many; seconds: since it failed.
+
+    writers: who may still write; none: a merge or a read of this rank has not ended.
+    """
+
+    room: int
+    epoch: int
+    units: int
+    seconds: float
+    writers: tuple[Writer, ...]
+
+    def __str__(self) -> str:
+        who = ", ".join(writer.label for writer in self.writers) or "a merge or a read of this rank"
+        return f"{self.units} units of room {self.room} for {self.seconds:.0f} s, for {who}"
 
 
 Outgoing = list[tuple[Inbox, int, messages.Message]]
@@ -99,6 +140,7 @@ class Reception:
         self.manifest = manifest
         self.perf = perf or silent(Side.DECODE, manifest.label)
         self.counters = counters or Counters()
+        self._faults = Faults(manifest.label, logger)
         self.settings = settings
         self._memory, self._arena, self._forward = memory, arena, forward
         self._session = engine.session
@@ -108,7 +150,12 @@ class Reception:
         self._quiet = threading.Condition(self._lock)
         self._inboxes: dict[tuple[int, int], Inbox] = {}  # by room and epoch, until their units are home
         self._current: dict[int, Inbox] = {}
-        self._epoch = 0
+        # A number that no message for a former process at this endpoint carries: it could still come.
+        self._epoch = secrets.randbits(EPOCH_BITS)
+        self._uses: OrderedDict[int, int] = OrderedDict()  # how often each room was opened here
+        # How requests ended here, by room and epoch, those that ended last.
+        self._over: OrderedDict[tuple[int, int], tuple[SourceSet, str | None]] = OrderedDict()
+        self._next_look = 0.0
         self._lane = Lane(arena.device)
         self._worker = MergeWorker(manifest.label, self._merge_batch)
         readers = MAX_READERS if settings.parallel_pull else 1
@@ -131,15 +178,8 @@ class Reception:
                     if elsewhere:
                         outgoing += self._fail(inbox, elsewhere)
                     outgoing += self._read_on(inbox)
-                case lifetime.Complete():
-                    outgoing += self._complete(inbox)
-                case lifetime.Abort(reason):
-                    # Also to sources that know nothing of it: prefill may be waiting for a Bind.
-                    outgoing += self._to(inbox, self._all(inbox), messages.Abort, reason=reason)
-                case lifetime.Failed(reason):
-                    logger.warning("%s: room %d failed: %s", self.manifest.label, inbox.room, reason)
-                    self.counters.add("failures")
-                    outgoing += self._drop(inbox)
+                case lifetime.Settle(reason):
+                    outgoing += self._settle(inbox, reason)
                 case lifetime.ReturnUnits():
                     outgoing += self._return_units(inbox)
         return outgoing
@@ -151,33 +191,47 @@ class Reception:
         else:
             self._worker.put(inbox, arrived)
 
-    def _complete(self, inbox: Inbox) -> Outgoing:
-        # The machine counts messages; what the destination has is known here, and this is what counts.
-        missing, first = inbox.coverage.missing(), inbox.first
-        if missing:
-            inbox.fault = f"all pieces have arrived, but nothing brought {missing}"
-        elif first is not None and inbox.coverage.tokens not in (None, first.tokens):
-            inbox.fault = f"pages of {inbox.coverage.tokens} tokens have arrived, prefill says {first.tokens}"
-        if inbox.fault:
-            logger.error("%s: room %d: %s", self.manifest.label, inbox.room, inbox.fault)
-            return self._to(inbox, self._all(inbox), messages.Abort, reason=inbox.fault)
-        self.counters.add("requests")
-        return self._to(inbox, self._all(inbox), messages.Finish)
-
     def _fail(self, inbox: Inbox, reason: str) -> Outgoing:
         return self._carry_out(inbox, inbox.machine.fail(reason))
 
-    def _drop(self, inbox: Inbox) -> Outgoing:
-        """A failed request merges nothing more: what was not begun is over."""
-        waiting, inbox.state_ready = list(inbox.state_ready), type(inbox.state_ready)()
+    def _settle(self, inbox: Inbox, reason: str | None) -> Outgoing:
+        """Every end of a request here comes through this, once. reason: why it failed, None if it did not."""
+        inbox.progress = inbox.ended = self._clock()
+        self._remember(inbox, reason)
+        if reason is None:
+            self.counters.add("requests")
+            return self._to(inbox, self._all(inbox), messages.Finish)
+        logger.warning("%s: room %d failed: %s", self.manifest.label, inbox.room, reason)
+        self.counters.add("failures")
+        # Also to sources that know nothing of it: prefill may be waiting for a Bind.
+        outgoing = self._to(inbox, self._all(inbox), messages.Abort, **_abort_fields(inbox, reason))
         if inbox.units:
             self._units.quarantine((inbox.room, inbox.epoch), {inbox.source_set.address})
         else:
             self._units.cancel((inbox.room, inbox.epoch))
-        outgoing: Outgoing = []
+        # It merges nothing more: what was not begun is over.
+        waiting, inbox.state_ready = list(inbox.state_ready), deque()
         for arrived in waiting:
             outgoing += self._ended(inbox, arrived)
         return outgoing
+
+    def _remember(self, inbox: Inbox, reason: str | None) -> None:
+        """How a request has ended, for sources to which that got lost."""
+        self._over[inbox.room, inbox.epoch] = (inbox.source_set, reason)
+        while len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
+
+    def _lacking(self, inbox: Inbox) -> str:
+        """What is missing although all that was told has arrived; the machine asks before it completes.
+
+        It counts messages; what the destination has is known here, and this is what counts.
+        """
+        missing, first = inbox.coverage.missing(), inbox.first
+        if missing:
+            return f"all pieces have arrived, but nothing brought {missing}"
+        if first is not None and inbox.coverage.tokens not in (None, first.tokens):
+            return f"pages of {inbox.coverage.tokens} tokens have arrived, prefill says {first.tokens}"
+        return ""
 
     def _return_units(self, inbox: Inbox) -> Outgoing:
         owner = (inbox.room, inbox.epoch)
@@ -187,6 +241,59 @@ class Reception:
             self._units.release(owner)
         self._inboxes.pop(owner, None)
         return self._grant()
+
+    # What may have been lost is said again; the lock is held.
+
+    def _remind(self) -> Outgoing:
+        """Say again what was said last, of every request about which nothing new has been heard for a while."""
+        now = self._clock()
+        if now < self._next_look:
+            return []
+        self._next_look = now + LOOK_SECONDS
+        outgoing: Outgoing = []
+        for inbox in self._inboxes.values():
+            status = inbox.machine.status
+            if status is ReceivingStatus.QUEUED or not inbox.repetition.due(now, inbox.progress):
+                continue  # nobody has been told anything
+            if status is ReceivingStatus.OPEN:
+                outgoing += self._say_again(inbox)
+            elif status is ReceivingStatus.FAILED:
+                fields = _abort_fields(inbox, inbox.machine.reason or "")
+                outgoing += self._to(inbox, sorted(inbox.machine.may_write), messages.Abort, **fields)
+        if outgoing:
+            self.counters.add("repeated", len(outgoing))
+        return outgoing
+
+    def _say_again(self, inbox: Inbox) -> Outgoing:
+        """Where an open request goes, and how far it is. A source that has given it up answers that it has."""
+        known = inbox.source_set
+        known.registered.intersection_update(known.heard)  # the others may not know us
+        outgoing = self._invite(inbox)
+        for stage, upto in enumerate(inbox.machine.acknowledged):
+            if upto:
+                outgoing += self._to(inbox, known.stages[stage].sources, messages.Ack, stage=stage, upto=upto)
+        return outgoing
+
+    def _answer_late(self, message: messages.Ready) -> None:
+        """A source still sends a request that has ended here: our word about that was lost. The lock is free."""
+        with self._lock:
+            known, reason = self._over.get((message.room, message.epoch), (None, None))
+        if known is None or not known.is_source(message.incarnation, message.source):
+            return
+        fields: dict[str, Any] = {
+            "room": message.room,
+            "epoch": message.epoch,
+            "incarnation": self.manifest.incarnation,
+        }
+        answer = messages.Finish(**fields) if reason is None else messages.Abort(reason=reason, **fields)
+        self.counters.add("repeated")
+        try:
+            self._post(known.endpoints[message.source], messages.encode(answer))
+        except Exception as error:
+            label = known.sources[message.source].label
+            logger.warning("%s: no %s to %s: %s", self.manifest.label, type(answer).__name__, label, error)
+
+    # Units.
 
     def _grant(self) -> Outgoing:
         """Tell the sources of every request that has just been given its units."""
@@ -213,6 +320,7 @@ class Reception:
                 inbox,
                 (number,),
                 messages.Bind,
+                use=inbox.use,
                 rank=place.tp_rank,
                 ranks=place.tp_size,
                 pages=len(inbox.pages),
@@ -241,6 +349,19 @@ class Reception:
     ) -> Outgoing:
         message = kind(room=inbox.room, epoch=inbox.epoch, incarnation=self.manifest.incarnation, **fields)
         return [(inbox, number, message) for number in sources]
+
+    def _send_again(self, outgoing: Outgoing) -> None:
+        """Post what has been said before; the lock must be free. What cannot be posted is said again later.
+
+        A source that cannot be reached now may have heard it the first time, and be writing.
+        """
+        for inbox, number, message in outgoing:
+            known = inbox.source_set
+            try:
+                self._post(known.endpoints[number], messages.encode(message))
+            except Exception as error:
+                label = known.sources[number].label
+                logger.info("%s: no %s to %s: %s", self.manifest.label, type(message).__name__, label, error)
 
     def _send(self, outgoing: Outgoing) -> None:
         """Post; the lock must be free. A source that cannot be reached fails the request."""
@@ -345,6 +466,29 @@ class Reception:
         inbox.unmerged -= 1
         return [] if inbox.unmerged else self._read_on(inbox)
 
+    def doubts(self) -> list[Doubt]:
+        """Failed requests whose units are quarantined, those that failed first first."""
+        with self._lock:
+            now = self._clock()
+            failed = [inbox for inbox in self._inboxes.values() if inbox.machine.status is ReceivingStatus.FAILED]
+            return [
+                Doubt(
+                    inbox.room,
+                    inbox.epoch,
+                    sum(map(len, inbox.units)),
+                    now - inbox.ended,
+                    tuple(
+                        Writer(
+                            inbox.source_set.sources[number].label,
+                            inbox.source_set.sources[number].incarnation,
+                            inbox.source_set.sessions[number],
+                        )
+                        for number in sorted(inbox.machine.may_write | inbox.in_doubt)
+                    ),
+                )
+                for inbox in sorted(failed, key=lambda inbox: inbox.ended)
+            ]
+
     def _is_open(self, inbox: Inbox) -> bool:
         return inbox.machine.status is ReceivingStatus.OPEN
 
@@ -415,6 +559,10 @@ class Reception:
             if not inbox.reading and not inbox.unmerged:
                 outgoing += self._read_on(inbox)
         return outgoing
+
+
+def _abort_fields(inbox: Inbox, reason: str) -> dict[str, Any]:
+    return {"use": inbox.use, "reason": reason}
 
 
 def _measured(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:

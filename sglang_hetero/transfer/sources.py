@@ -36,6 +36,8 @@ class SourceSet:
     programs: dict[StateMode, tuple[StageProgram, ...]] = field(default_factory=dict)
     registered: set[int] = field(default_factory=set)
     """Numbers of the sources that were sent our registration."""
+    heard: set[int] = field(default_factory=set)
+    """Numbers of the sources that have said anything: they have our registration."""
 
     @property
     def sources(self) -> tuple[Manifest, ...]:
@@ -65,6 +67,7 @@ class SourceSet:
         """What a source is told of a request's window. units: per stage the offsets of its units."""
         offset, nbytes = self.window.areas[source]
         return {
+            "source": self.sources[source].incarnation,
             "fingerprint": self.plan.fingerprint_of(source),
             "units": tuple(units[self.sources[source].coordinates.pp_rank]),
             "area_offset": offset,

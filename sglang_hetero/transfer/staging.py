@@ -136,12 +136,22 @@ class Arena:
         return len(self._waiting)
 
     @property
+    def holders(self) -> dict[Hashable, tuple[int, ...]]:
+        """Per owner that works with units, which these are."""
+        return dict(self._held)
+
+    @property
+    def queue(self) -> tuple[Hashable, ...]:
+        """Owners that wait, in the order of asking."""
+        return tuple(owner for owner, _ in self._waiting)
+
+    @property
     def in_doubt(self) -> dict[Hashable, frozenset[Hashable]]:
         """Per owner in quarantine the writers that are waited for; for messages."""
         return {owner: frozenset(one.writers) for owner, one in self._quarantine.items()}
 
     def check(self) -> None:
-        """Raise StagingError unless every unit is in exactly one place; for tests."""
+        """Raise StagingError unless every unit is in exactly one place."""
         places = [self._free, *self._held.values(), *(one.units for one in self._quarantine.values())]
         found = sorted(unit for place in places for unit in place)
         if found != [number * self.unit_bytes for number in range(self._units)]:

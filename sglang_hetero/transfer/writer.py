@@ -175,6 +175,12 @@ class Writer:
             out.drop()
         return Written(_announced(own), digests, out.descriptors, out.nbytes, started, ended)
 
+    def announced(
+        self, destination: Destination, batch: Sequence[tuple[int, Piece]]
+    ) -> tuple[messages.AnnouncedPiece, ...]:
+        """Those of these pieces that this source has a share of."""
+        return _announced([(seq, piece) for seq, piece in batch if destination.side.parts(piece)])
+
     def digests_of(
         self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int
     ) -> tuple[tuple[messages.AnnouncedPiece, ...], tuple[bytes, ...]]:

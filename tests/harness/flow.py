@@ -10,7 +10,7 @@ time, while decode goes on.
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from . import oracle
 from .errors import HarnessError, HarnessTimeout
 from .expectation import Placement
-from .processes import RankProcess, call_all
+from .processes import Condition, RankProcess, call_all
 from .sides import Forward, Request, Turn
 
 POLL_SECONDS = 0.002
@@ -55,6 +55,7 @@ class Handoff:
     """One prompt to hand over: `tokens` tokens in `chunks` chunks, contents made from `seed`.
 
     `prefill` and `decode` are numbers: which of the pair's prefill sides, which attention-DP rank of decode.
+    `paused_after`: prefill runs no more than so many of its chunks before the first `Strike` of the Flow has been.
     `bound_after`: decode hears of the prompt when so many of its chunks have been run; prefill runs them without, as
     with SGLang's optimistic prefill. `told_after`: of a handshake that is done prefill's scheduler learns after so many
     of them, as where one of its ranks has not heard of it. With forward passes only.
@@ -66,6 +67,7 @@ class Handoff:
     prefill: int = 0
     decode: int = 0
     abort: Abort | None = None
+    paused_after: int | None = None
     bound_after: int = 0
     told_after: int = 0
 
@@ -78,6 +80,8 @@ class Outcome:
     decode: bool
     prefill_reasons: tuple[str, ...] = ()
     decode_reasons: tuple[str, ...] = ()
+    ended: Mapping["On", float] = field(default_factory=dict)
+    """When the scheduler of each side knew that it had arrived or failed, by time.monotonic."""
 
     @property
     def succeeded(self) -> bool:
@@ -132,6 +136,8 @@ class Journey:
     placed: dict[On, Placement] = field(default_factory=dict)
     ran: float = 0.0
     """When the layers of its last chunk had run, by time.monotonic."""
+    ends: dict[On, float] = field(default_factory=dict)
+    """When each side's scheduler knew how it had ended, by time.monotonic."""
 
     @property
     def room(self) -> int:
@@ -143,8 +149,29 @@ class Journey:
 
     def outcome(self) -> Outcome:
         return Outcome(
-            self.prefill is Step.SUCCEEDED, self.decode is Step.SUCCEEDED, self.prefill_reasons, self.decode_reasons
+            self.prefill is Step.SUCCEEDED,
+            self.decode is Step.SUCCEEDED,
+            self.prefill_reasons,
+            self.decode_reasons,
+            self.ends,
         )
+
+    def ranks(self, on: On) -> Sequence[RankProcess]:
+        return self.prefill_ranks if on is On.PREFILL else self.decode_ranks
+
+
+@dataclass
+class Strike:
+    """A fault that the test brings about while requests are under way: `do` is called once `when` is true.
+
+    Strikes come one after the other; `seconds`: not before so much time has passed since the one before.
+    """
+
+    when: Callable[["Flow"], bool]
+    do: Callable[["Flow"], None]
+    seconds: float = 0.0
+    struck: float = 0.0
+    """When it was done, by time.monotonic; 0 until then."""
 
 
 @dataclass
@@ -158,11 +185,18 @@ class Loop:
 
 
 class Flow:
-    """Takes requests through both sides, each one as far as it can go."""
+    """Takes requests through both sides, each one as far as it can go.
 
-    def __init__(self, journeys: Sequence[Journey], forwards: Sequence[Forward] = ()) -> None:
+    A side one of whose ranks the test has killed is at an end, as SGLang's is: its requests have failed there, and
+    what is left of it is told nothing any more. One of whose ranks is paused waits, all of it, as in an all-reduce.
+    """
+
+    def __init__(
+        self, journeys: Sequence[Journey], forwards: Sequence[Forward] = (), strikes: Sequence[Strike] = ()
+    ) -> None:
         """forwards: how prefill runs its forward passes, in turn; none: chunks are filled in at once."""
         self.journeys = journeys
+        self.strikes = strikes
         self.under_way = list(journeys)
         self.overlap = any(forward.overlap for forward in forwards)
         self._forwards = itertools.cycle(forwards) if forwards else None
@@ -173,9 +207,11 @@ class Flow:
     def run(self) -> None:
         """Until every request has ended on both sides. Raises HarnessTimeout, CommandFailed or RankDied."""
         deadline = time.monotonic() + PHASE_SECONDS
-        for ranks, journeys in _by_ranks(self.journeys, On.PREFILL):
+        for ranks, journeys in self._awake(On.PREFILL):
             call_all(ranks, "open", [journey.request for journey in journeys])
-        while self.under_way or self._busy():
+        while self.under_way or self._busy() or self._owes_strikes():
+            self._strike()
+            self.lose()
             self._open()
             self._abort()
             progress = [self._prefill(), self._decode(), self._drain(), self._send()]
@@ -186,8 +222,7 @@ class Flow:
                 time.sleep(POLL_SECONDS)
 
     def _open(self) -> None:
-        late = [journey for journey in self.under_way if not journey.opened]
-        for ranks, journeys in _by_ranks(late, On.DECODE):
+        for ranks, journeys in self._awake(On.DECODE, lambda each: not each.opened):
             opened = [journey for journey in journeys if journey.sent >= journey.handoff.bound_after]
             if opened:
                 call_all(ranks, "open", [journey.request for journey in opened])
@@ -203,29 +238,74 @@ class Flow:
                 continue
             if abort.on is On.PREFILL and self._loops[id(journey.prefill_ranks)].busy:
                 continue
+            if condition(journey.ranks(abort.on)) is not Condition.RUNNING:
+                continue
             journey.abort_in -= 1
             if journey.abort_in >= 0:
                 continue
             journey.abort_in = None
-            if abort.on is On.DECODE:
-                if journey.opened and journey.decode in POLLED:
-                    call_all(journey.decode_ranks, "abort", journey.room)
-            elif journey.prefill in POLLED:
-                call_all(journey.prefill_ranks, "abort", journey.room)
-            elif journey.prefill is Step.CHUNKS:
-                journey.prefill_reasons = _told(call_all(journey.prefill_ranks, "retire", journey.room))
-                journey.prefill = Step.FAILED
+            self.abort(journey, abort.on)
+
+    def abort(self, journey: Journey, on: On) -> None:
+        """SGLang's AbortReq on all ranks of a side; nothing happens where the request has ended."""
+        if on is On.DECODE:
+            if journey.opened and journey.decode in POLLED:
+                call_all(journey.decode_ranks, "abort", journey.room)
+        elif journey.prefill in POLLED:
+            call_all(journey.prefill_ranks, "abort", journey.room)
+        elif journey.prefill is Step.CHUNKS:
+            journey.prefill_reasons = _told(call_all(journey.prefill_ranks, "retire", journey.room))
+            self._ended(journey, On.PREFILL, Step.FAILED)
+
+    def _ended(self, journey: Journey, on: On, step: Step) -> None:
+        journey.ends[on] = time.monotonic()
+        if on is On.PREFILL:
+            journey.prefill = step
+        else:
+            journey.decode = step
+
+    def _strike(self) -> None:
+        """The next fault, if its time has come."""
+        before = 0.0
+        for strike in self.strikes:
+            if not strike.struck:
+                if time.monotonic() - before >= strike.seconds and strike.when(self):
+                    strike.do(self)
+                    strike.struck = time.monotonic()
+                return
+            before = strike.struck
+
+    def _owes_strikes(self) -> bool:
+        """Whether a later fault belongs to the first one, as SIGCONT does to SIGSTOP."""
+        return any(strike.struck for strike in self.strikes) and not all(strike.struck for strike in self.strikes)
+
+    def lose(self) -> None:
+        """Requests of a side that has lost a rank have failed there."""
+        for journey in self.under_way:
+            for on, step in ((On.PREFILL, journey.prefill), (On.DECODE, journey.decode)):
+                if step not in ENDED and condition(journey.ranks(on)) is Condition.DEAD:
+                    self._ended(journey, on, Step.FAILED)
+        for loop in self._loops.values():
+            if condition(loop.ranks) is Condition.DEAD:
+                loop.busy, loop.batch = False, []
+
+    def _awake(
+        self, on: On, which: Callable[[Journey], bool] = lambda journey: True
+    ) -> list[tuple[Sequence[RankProcess], list[Journey]]]:
+        """The requests under way by groups of ranks, of the groups that take commands."""
+        groups = _by_ranks([journey for journey in self.under_way if which(journey)], on)
+        return [group for group in groups if condition(group[0]) is Condition.RUNNING]
 
     def _prefill(self) -> bool:
         moved = False
-        for ranks, journeys in _by_ranks(self.under_way, On.PREFILL):
+        for ranks, journeys in self._awake(On.PREFILL):
             if self._loops[id(ranks)].busy:
                 continue
             ready = []
             for journey, poll in _polls(ranks, [each for each in journeys if each.prefill in POLLED]):
                 if poll == FAILED or (poll == SUCCESS and journey.prefill is Step.TRANSFER):
                     journey.prefill_reasons = _told(call_all(ranks, "conclude", journey.room, poll == FAILED))
-                    journey.prefill = Step.FAILED if poll == FAILED else Step.SUCCEEDED
+                    self._ended(journey, On.PREFILL, Step.FAILED if poll == FAILED else Step.SUCCEEDED)
                     moved = True
                 elif journey.prefill is Step.HANDSHAKE:
                     handoff = journey.handoff
@@ -244,20 +324,20 @@ class Flow:
 
     def _decode(self) -> bool:
         moved = False
-        for ranks, journeys in _by_ranks(self.under_way, On.DECODE):
+        for ranks, journeys in self._awake(On.DECODE):
             ready = []
             for journey, poll in _polls(ranks, [each for each in journeys if each.opened and each.decode in POLLED]):
                 if poll == FAILED:
                     reasons, held = zip(*call_all(ranks, "fail", journey.room), strict=True)
                     journey.decode_reasons = _told(reasons)
-                    journey.decode = Step.DRAINING
+                    self._ended(journey, On.DECODE, Step.DRAINING)
                     if not any(held):
                         self._release(journey, deferred=False)
                     moved = True
                 elif poll == SUCCESS and journey.decode is Step.TRANSFER:
                     journey.placed[On.DECODE] = _placement(ranks, journey.room)
                     call_all(ranks, "commit", journey.room)
-                    journey.decode = Step.SUCCEEDED
+                    self._ended(journey, On.DECODE, Step.SUCCEEDED)
                     moved = True
                 elif poll == WAITING_FOR_INPUT and journey.decode is Step.HANDSHAKE:
                     ready.append(journey)
@@ -268,10 +348,7 @@ class Flow:
 
     def _drain(self) -> bool:
         moved = False
-        for ranks, journeys in _by_ranks(self.under_way, On.DECODE):
-            held = [journey for journey in journeys if journey.decode is Step.DRAINING]
-            if not held:
-                continue
+        for ranks, held in self._awake(On.DECODE, lambda each: each.decode is Step.DRAINING):
             answers = zip(*call_all(ranks, "drained", [journey.room for journey in held]), strict=True)
             for journey, drained in zip(held, answers, strict=True):
                 if all(drained):
@@ -289,7 +366,7 @@ class Flow:
         if self._forwards is not None:
             moved = [self._round(loop, self._forwards) for loop in self._loops.values()]
             return any(moved)
-        running = [journey for journey in self.under_way if journey.prefill is Step.CHUNKS]
+        running = [journey for journey in self.under_way if self._runs(journey)]
         for journey in running:
             call_all(journey.prefill_ranks, "send_chunk", journey.room, journey.chunks.popleft())
             journey.sent += 1
@@ -297,15 +374,24 @@ class Flow:
                 journey.prefill = Step.TRANSFER
         return bool(running)
 
+    def _runs(self, journey: Journey) -> bool:
+        """Whether prefill may run its next chunk."""
+        if journey.prefill is not Step.CHUNKS or condition(journey.prefill_ranks) is not Condition.RUNNING:
+            return False
+        paused = journey.handoff.paused_after
+        return paused is None or journey.sent < paused or any(strike.struck for strike in self.strikes)
+
     def _round(self, loop: Loop, forwards: Iterator[Forward]) -> bool:
         """The next round of a prefill side's loop, when the last one has ended."""
+        if condition(loop.ranks) is not Condition.RUNNING:
+            return False
         if loop.busy:
             if not all(rank.answered() for rank in loop.ranks):
                 return False
             self._end_round(loop)
             return True  # clients' aborts are looked at between two rounds
         running = [each for each in self.under_way if each.prefill_ranks is loop.ranks and each.chunks]
-        batch = made_batch([journey for journey in running if journey.prefill is Step.CHUNKS])
+        batch = made_batch([journey for journey in running if self._runs(journey)])
         # With overlap the last batch is handed over in the round after it, also if that has no batch.
         if not batch and not (self.overlap and loop.batch):
             return False
@@ -368,6 +454,15 @@ def until(done: Callable[[], Any], what: Callable[[], str], seconds: float = PHA
         if time.monotonic() > deadline:
             raise HarnessTimeout(what())
         time.sleep(POLL_SECONDS)
+
+
+def condition(ranks: Sequence[RankProcess]) -> Condition:
+    """Of a side: that of its worst rank."""
+    conditions = {rank.condition for rank in ranks}
+    for worst in (Condition.DEAD, Condition.PAUSED):
+        if worst in conditions:
+            return worst
+    return Condition.RUNNING
 
 
 def _by_ranks(journeys: Sequence[Journey], on: On) -> list[tuple[Sequence[RankProcess], list[Journey]]]:

@@ -1,7 +1,6 @@
 """A prefill side and a decode side, and what became of the requests that were handed over."""
 
 import itertools
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +14,9 @@ from . import flow
 from .compare import Difference
 from .errors import HarnessError
 from .expectation import Leftovers, Placement
-from .flow import Flow, Handoff, On, Outcome, Step
+from .flow import Flow, Handoff, On, Outcome, Step, Strike
 from .geometry import Geometry
-from .processes import RankProcess, ZygoteProcess, call_all
+from .processes import Condition, RankProcess, ZygoteProcess, call_all
 from .sides import LOOPBACK, Forward, Request, Shard, Side
 
 STATE, COUNTERS = "hetero_state", "hetero_counters"
@@ -55,6 +54,8 @@ class Group:
     ranks: list[RankProcess]
     shards: list[Shard]
     side: Side
+    environment: dict[str, str]
+    """Of its processes, beside what all have."""
 
     def build(self) -> None:
         """Start building; `built` waits."""
@@ -72,7 +73,8 @@ class Pair:
 
     prefill_tp: TP size of each prefill side. decode_dp: attention-DP ranks of decode, each of TP `decode_tp` and a
     decode side of its own here. decode_env: of all decode sides, or several for as many decode servers. forward:
-    prefill runs forward passes in this way, instead of filling its caches in at once.
+    prefill runs forward passes in this way, instead of filling its caches in at once. hosts: addresses of the prefill
+    and the decode sides; where they are in network namespaces of their own the environments say which (hosts.py).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Pair:
         prefill_env: Environment | None = None,
         decode_env: Environment | Sequence[Environment] | None = None,
         forward: Forward | None = None,
+        hosts: tuple[str, str] = (LOOPBACK, LOOPBACK),
     ) -> None:
         decode_geometry = decode_geometry or geometry
         for tp in prefill_tp:
@@ -97,7 +100,8 @@ class Pair:
         decode_geometry.check_tp(decode_tp)
         started = time.monotonic()
         self.forwards = [forward] if forward else []
-        self._rooms = itertools.count(1)
+        self.next_room = 1
+        """Room number of the next request."""
         self._zygote = zygote
         self.bootstraps: list[RankProcess] = []
         self.prefills: list[Group] = []
@@ -108,7 +112,7 @@ class Pair:
             for port, tp in zip(bootstrap_ports, prefill_tp, strict=True):
                 environment = _environment(geometry, prefill_env or {})
                 self.bootstraps.append(zygote.spawn("bootstrap", environment))
-                side = Side("prefill", backend, port, shuffle_seed=next(seeds))
+                side = Side("prefill", backend, port, shuffle_seed=next(seeds), host=hosts[0])
                 self.prefills.append(self._group(geometry, tp, side, environment))
             for (number, server), rank in itertools.product(enumerate(servers, 1), range(decode_dp)):
                 side = Side(
@@ -119,6 +123,7 @@ class Pair:
                     dp_size=decode_dp,
                     dp_rank=rank,
                     http_port=number,
+                    host=hosts[1],
                 )
                 environment = _environment(decode_geometry, server)
                 self.decodes.append(self._group(decode_geometry, decode_tp, side, environment))
@@ -127,7 +132,9 @@ class Pair:
             self.close()
             raise
         self.build_seconds = time.monotonic() - started
-        self._all_free = call_all(self.ranks, "free")
+        self._all_free: dict[str, dict[str, int]] = {}
+        """By a rank's name: what it had free when it was built."""
+        self._note_free(self.ranks)
 
     @property
     def prefill(self) -> list[RankProcess]:
@@ -141,6 +148,11 @@ class Pair:
     def ranks(self) -> list[RankProcess]:
         return [*self.prefill, *self.decode]
 
+    @property
+    def running(self) -> list[RankProcess]:
+        """Those that the test has neither killed nor paused."""
+        return [rank for rank in self.ranks if rank.condition is Condition.RUNNING]
+
     def handoff(self, tokens: int, chunks: int = 1, seed: int = 0, leftovers: Leftovers = Leftovers.COPIED) -> Result:
         """Hand one request over and compare the decode side."""
         return self.handoff_many([Handoff(tokens, chunks, seed)], leftovers=leftovers)
@@ -151,8 +163,11 @@ class Pair:
         leftovers: Leftovers = Leftovers.COPIED,
         before_compare: Callable[["Pair", Result], None] | None = None,
         forward: Forward | Sequence[Forward] = (),
+        strikes: Sequence[Strike] = (),
     ) -> Result:
         """Hand requests over at the same time, chunks in turns, and compare the decode side.
+
+        strikes: faults that the test brings about meanwhile. What a killed or paused rank has is not compared.
 
         With `forward` prefill runs its forward passes in that way, or in those in turn; else in the pair's own way.
 
@@ -161,10 +176,10 @@ class Pair:
         yet. Raises HarnessTimeout when a request neither arrives nor fails, CommandFailed when a rank raises, RankDied
         when one ends; the pair is of no more use then.
         """
-        call_all(self.ranks, "poison")
+        call_all(self.running if strikes else self.ranks, "poison")
         started = time.monotonic()
         journeys = [self.journey(handoff) for handoff in handoffs]
-        way = Flow(journeys, [forward] if isinstance(forward, Forward) else (forward or self.forwards))
+        way = Flow(journeys, [forward] if isinstance(forward, Forward) else (forward or self.forwards), strikes)
         way.run()
         arrived = [each for each in journeys if each.decode is Step.SUCCEEDED]
         result = Result(
@@ -180,36 +195,79 @@ class Pair:
         differences = []
         for group in self.decodes:
             rooms = [each.room for each in arrived if each.decode_ranks is group.ranks]
+            if strikes and flow.condition(group.ranks) is not Condition.RUNNING:
+                continue
             for found in call_all(group.ranks, "differences", rooms, leftovers):
                 differences += found
             call_all(group.ranks, "close", rooms)
         return replace(result, outcomes=tuple(each.outcome() for each in journeys), differences=differences)
 
     def hetero(self, what: str = STATE) -> list[dict[str, Any]]:
-        """What each rank's manager tells of itself, if it is one of this package: STATE or COUNTERS."""
-        return call_all(self.ranks, "hetero", what)
+        """What each running rank's manager tells of itself, if it is one of this package: STATE or COUNTERS."""
+        return call_all(self.running, "hetero", what)
 
     def quiet(self, seconds: float = SETTLE_SECONDS) -> None:
         """Wait until our managers hold nothing any more. Raises HarnessTimeout with what they still do."""
         flow.until(lambda: not self.busy(), lambda: f"after {seconds} s: {self.busy()}", seconds)
 
     def busy(self) -> list[str]:
-        """What our managers still hold: rooms, units, writes in flight; by rank."""
-        return [
+        """What our managers still hold (rooms, units, writes in flight), and what is wrong there; by running rank."""
+        wrong = [
+            f"{rank.name}: {problem}"
+            for rank, problems in zip(self.running, call_all(self.running, "integrity"), strict=True)
+            for problem in problems
+        ]
+        return wrong + [
             f"{rank.name}: {state}"
-            for rank, state in zip(self.ranks, self.hetero(), strict=True)
+            for rank, state in zip(self.running, self.hetero(), strict=True)
             if any(state.get(name) for name in HELD) or state.get("units_free") != state.get("units")
         ]
 
     def leaks(self) -> list[str]:
-        """Pages, rows, slots and aux rows that are missing since the pair was built, by rank."""
-        free = call_all(self.ranks, "free")
+        """Pages, rows, slots and aux rows that are missing since the ranks were built, by running rank."""
         return [
-            f"{rank.name}: {now[name]} of {before[name]} {name} are free"
-            for rank, before, now in zip(self.ranks, self._all_free, free, strict=True)
-            for name in before
-            if now[name] != before[name]
+            f"{rank.name}: {now[name]} of {before} {name} are free"
+            for rank, now in zip(self.running, call_all(self.running, "free"), strict=True)
+            for name, before in self._all_free[rank.name].items()
+            if now[name] != before
         ]
+
+    def kill_prefill(self, number: int) -> None:
+        """kill -9 of a whole prefill server: its ranks, and the process with its bootstrap server."""
+        for process in [*self.prefills[number].ranks, self.bootstraps[number]]:
+            process.kill()
+
+    def kill_decode(self, number: int) -> None:
+        """kill -9 of all ranks of a decode side."""
+        for process in self.decodes[number].ranks:
+            process.kill()
+
+    def restart_prefill(self, number: int) -> None:
+        """A prefill server's next start, on the same ports; what still runs of it is killed. The others live on."""
+        self.kill_prefill(number)
+        group = self.prefills[number]
+        self.bootstraps[number] = self._zygote.spawn("bootstrap", group.environment)
+        self._start_bootstrap(self.bootstraps[number], group)
+        self._restart(group)
+
+    def restart_decode(self, number: int) -> None:
+        """The same of a decode side."""
+        self.kill_decode(number)
+        self._restart(self.decodes[number])
+
+    def _restart(self, group: Group) -> None:
+        for process in group.ranks:
+            process.stop()
+        # In place: requests of before know their side by this list.
+        group.ranks[:] = [self._zygote.spawn(rank.name, group.environment) for rank in group.ranks]
+        group.build()
+        group.built(time.monotonic() + flow.PHASE_SECONDS)
+        self._note_free(group.ranks)
+        call_all(group.ranks, "poison")
+
+    def _note_free(self, ranks: Sequence[RankProcess]) -> None:
+        for rank, free in zip(ranks, call_all(ranks, "free"), strict=True):
+            self._all_free[rank.name] = free
 
     def close(self) -> None:
         """End every process of the pair."""
@@ -227,7 +285,7 @@ class Pair:
         self.close()
 
     def _group(self, geometry: Geometry, tp: int, side: Side, environment: dict[str, str]) -> Group:
-        group = Group([], [Shard(geometry, tp, rank) for rank in range(tp)], side)
+        group = Group([], [Shard(geometry, tp, rank) for rank in range(tp)], side, environment)
         earlier = self.prefills if side.mode == "prefill" else self.decodes
         which = f", {side.mode} {len(earlier) + 1}" if earlier else ""
         try:
@@ -241,9 +299,7 @@ class Pair:
 
     def _build(self) -> None:
         for process, group in zip(self.bootstraps, self.prefills, strict=True):
-            process.call("start_bootstrap", replace(group.shards[0], tp=1), group.side)
-            port = group.side.bootstrap_port
-            flow.until(lambda port=port: _listens(port), lambda: "the bootstrap server does not listen")  # type: ignore[misc]
+            self._start_bootstrap(process, group)
         groups = [*self.prefills, *self.decodes]
         for group in groups:
             group.build()
@@ -251,20 +307,17 @@ class Pair:
         for group in groups:
             group.built(deadline)
 
+    def _start_bootstrap(self, process: RankProcess, group: Group) -> None:
+        process.call("start_bootstrap", replace(group.shards[0], tp=1), group.side)
+
     def journey(self, handoff: Handoff) -> flow.Journey:
         """A request for `handoff` at its start; a Flow takes it on."""
         prefill, decode = self.prefills[handoff.prefill], self.decodes[handoff.decode]
-        request = Request(next(self._rooms), handoff.tokens, handoff.seed, prefill.side.bootstrap_port)
+        side = prefill.side
+        request = Request(self.next_room, handoff.tokens, handoff.seed, side.bootstrap_port, side.host)
+        self.next_room += 1
         return flow.journey(request, handoff, prefill.ranks, decode.ranks)
 
 
 def _environment(geometry: Geometry, own: Environment) -> dict[str, str]:
     return {CONV_LAYOUT_ENV: geometry.conv_layout.value, **own}
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection((LOOPBACK, port), timeout=1).close()
-    except OSError:
-        return False
-    return True

@@ -7,12 +7,14 @@ next wait drops it.
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_connections
 from pathlib import Path
@@ -52,6 +54,15 @@ ENVIRONMENT = {
 """What SGLang and Mooncake need for a PD pair over loopback without an accelerator (docs/cpu.md)."""
 
 
+class Condition(Enum):
+    """What the test has done to a process."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    """It takes no command: SIGSTOP."""
+    DEAD = "dead"
+
+
 class RankProcess:
     """One forked process and the connection that its commands take."""
 
@@ -59,6 +70,7 @@ class RankProcess:
         self.name = name
         self.pid = pid
         self.log = log
+        self.condition = Condition.RUNNING
         self._connection = connection
         self._zygote = zygote
         self._number = 0
@@ -97,6 +109,8 @@ class RankProcess:
     def stop(self) -> None:
         """Close the connection, which ends the process, and kill it if it does not end."""
         self._connection.close()
+        if self.condition is Condition.PAUSED:
+            self.kill()
         deadline = time.monotonic() + EXIT_SECONDS
         while self.exit_code() is None and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -104,8 +118,19 @@ class RankProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the process: SIGKILL."""
+        self.condition = Condition.DEAD
         self._zygote.command("kill", pid=self.pid)
+
+    def pause(self) -> None:
+        """Stop the process where it is, all threads of it: SIGSTOP."""
+        self.condition = Condition.PAUSED
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused process go on: SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+        self.condition = Condition.RUNNING
 
     def exit_code(self) -> int | None:
         """None while it runs, negative when a signal ended it."""

@@ -6,15 +6,21 @@ scheduler does); what waits for a peer returns at once and is polled.
 
 import array
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from . import expectation, scheduler
 from .expectation import Placement
 from .oracle import Bits, Component
-from .sides import LOOPBACK, Request, Shard, Side
+from .sabotage import Rule, Saboteur
+from .sides import Request, Shard, Side
 
+STATE_COLUMN, SOCKET_COLUMN = 3, 9
+CLOSE_WAIT = "08"
+"""Of a line in /proc/net/tcp."""
 NO_SLOT = -1
 """Of a model without linear state."""
 
@@ -46,6 +52,7 @@ class Rank:
         self.scheduler = scheduler.build(shard, side)
         self.scheduler.tree_cache.claim_kv_row = self._claim
         self.live: dict[int, Live] = {}
+        self._saboteur: Saboteur | None = None
 
     @property
     def _hybrid(self) -> bool:
@@ -100,6 +107,66 @@ class Rank:
         """Threads of this process, native ones included."""
         return len(os.listdir("/proc/self/task"))
 
+    def thread_names(self) -> list[str]:
+        """Of each thread of this process: Python's name, or the system's of one that Python does not know."""
+        known = {thread.native_id: thread.name for thread in threading.enumerate()}
+        found = []
+        for number in os.listdir("/proc/self/task"):
+            try:
+                found.append(known.get(int(number)) or Path(f"/proc/self/task/{number}/comm").read_text().strip())
+            except OSError:
+                continue  # it has ended meanwhile
+        return found
+
+    def sockets(self) -> tuple[int, int]:
+        """Open sockets of this process, native ones included, without and of the half-closed ones.
+
+        A half-closed one (CLOSE_WAIT) is a connection whose other end has gone, which this end has not closed.
+        """
+        found = set()
+        for entry in os.listdir("/proc/self/fd"):
+            try:
+                kind, _, number = os.readlink(f"/proc/self/fd/{entry}").partition(":")
+            except OSError:
+                continue  # the one with which the folder was read
+            if kind == "socket":
+                found.add(number.strip("[]"))
+        tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table.splitlines()]
+        half_closed = {row[SOCKET_COLUMN] for row in rows if row[STATE_COLUMN] == CLOSE_WAIT} & found
+        return len(found - half_closed), len(half_closed)
+
+    def resident_bytes(self) -> int:
+        """Memory of this process."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def integrity(self) -> list[str]:
+        """What a manager of ours finds wrong with its own books; empty if nothing is, and for SGLang's own."""
+        if not hasattr(self.manager, "hetero_state"):
+            return []
+        return [str(problem) for problem in self.manager.hetero_integrity()]
+
+    def endpoint(self) -> tuple[str, int]:
+        """Where this rank takes messages of its peers."""
+        return self.manager.local_ip, int(self.manager.rank_port)
+
+    def sabotage(self, rules: Sequence[Rule]) -> None:
+        """From now on these rules hold, and no earlier ones; what those held back goes on."""
+        self.let_go()
+        if self._saboteur is None:
+            self._saboteur = Saboteur(self.manager)
+        self._saboteur.take(rules)
+
+    def struck(self) -> list[int]:
+        """How often each rule has met something."""
+        return [] if self._saboteur is None else self._saboteur.met()
+
+    def let_go(self) -> None:
+        """Nothing is sabotaged any more, and what was held back goes on."""
+        if self._saboteur is not None:
+            self._saboteur.let_go()
+
     def hetero(self, what: str) -> dict[str, Any]:
         """`hetero_state()` or `hetero_counters` of a manager of ours; empty for SGLang's own."""
         found = getattr(self.manager, what, {})
@@ -137,7 +204,7 @@ class Rank:
             origin_input_text="",
             origin_input_ids=array.array("q", range(request.tokens)),
             sampling_params=SamplingParams(),
-            bootstrap_host=LOOPBACK,
+            bootstrap_host=request.bootstrap_host,
             bootstrap_port=request.bootstrap_port,
             bootstrap_room=request.room,
         )

@@ -11,7 +11,7 @@ from typing import Any
 from . import pools as pools_module
 from .geometry import Geometry
 from .pools import Pools
-from .sides import LOOPBACK, Shard, Side
+from .sides import Shard, Side
 
 TOPOLOGY_SECONDS = 10.0
 """How long a decode rank asks the bootstrap server for a topology that all prefill ranks have registered in."""
@@ -46,7 +46,7 @@ def publish(shard: Shard, side: Side) -> Any:
         tp_size=shard.tp * side.dp_size,
         attn_dp_size=side.dp_size,
         page_size=geometry.page_size,
-        host=LOOPBACK,
+        host=side.host,
         port=side.http_port,
         disaggregation_mode=side.mode,
         disaggregation_transfer_backend=side.backend,

@@ -33,6 +33,8 @@ class Side:
     dp_rank: int = 0
     http_port: int = 1
     """Of the side's HTTP server, by which its ranks are known; nothing listens there."""
+    host: str = LOOPBACK
+    """Address of its processes."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Request:
     seed: int
     bootstrap_port: int = NO_BOOTSTRAP
     """Of the prefill side that it goes to."""
+    bootstrap_host: str = LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from . import hosts
+
 _PR_SET_PDEATHSIG = 1
 PRELOAD = "preload"
 PRELOADED = (
@@ -136,6 +138,8 @@ def _become(what: Callable[[int], None], parent: int, fd: int, log: str, environ
         os.dup2(output, sys.stdout.fileno())
         os.dup2(output, sys.stderr.fileno())
         os.environ.update(environment)
+        if namespace := environment.get(hosts.NAMESPACE_ENV):
+            hosts.enter(namespace)
         import logging
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", force=True)

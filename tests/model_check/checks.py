@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .machines import Violation
-from .state import NOBODY, PULL, Link, Room
+from .state import PULL, Link, Room
 
 if TYPE_CHECKING:
     from .world import World
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 def writing(world: World, link: Link, request: int, source: int, destination: int) -> None:
     """The units that a source writes are its request's, and nothing reads them."""
     assert link.batch is not None
+    if not world.meant(request, world.setup.sources + destination):
+        return  # into the memory of a process that is dead
     stage, size = world.setup.stage_of[source], world.setup.window
     if world.arenas[destination].owners[link.window] != request:
         raise Violation(f"source {source} writes for request {request} into units that it does not hold")
@@ -27,8 +29,8 @@ def content(world: World, request: int, destination: int, stage: int, seq: int) 
     """What a merge reads is what all sharers wrote of this piece, and nobody is writing there."""
     size = world.setup.window
     for source in world.setup.sharing[stage, seq]:
-        if world.epochs[source] == NOBODY:
-            continue  # its writes are over; the checks of other states cover what it wrote
+        if world.dead(source) or not world.meant(request, source):
+            continue  # its process is dead; the checks of other states cover what it wrote
         link = world.links[world.link(request, source, destination)]
         writing = link.batch is not None and any(other % size == seq % size for other in link.batch)
         lies = [other for other in range(link.wrote) if other % size == seq % size]
@@ -52,7 +54,7 @@ def complete(world: World, room: Room) -> None:
 
 
 def mergeable(room: Room, stage: int, seq: int) -> None:
-    if "Failed" in room.ends or "Complete" in room.ends:
+    if "Settle" in room.ends:
         raise Violation(f"merge of piece {seq} after the end")
     if (stage, seq) in room.known:
         raise Violation(f"merge of piece {seq}, which is not the same for all of its sharers")

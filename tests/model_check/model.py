@@ -7,14 +7,26 @@ from sglang_hetero.transfer.lifetime import ReceivingStatus, SendingStatus
 
 from .machines import Machines
 from .setup import Setup
-from .state import NOBODY, State
-from .world import World
+from .state import (
+    CONTRADICTION,
+    CRASH,
+    DESTINATION_CRASH,
+    DUPLICATE,
+    EARLY_REPETITION,
+    LOSS,
+    NOBODY,
+    RECEIVER_ABORT,
+    SOURCE_ABORT,
+    WRITE_FAILURE,
+    State,
+)
+from .world import ENDED, TO_SOURCE, World
 
 Event = tuple[Any, ...]
 """Name, then its arguments."""
 
-RECEIVER_ABORT, SOURCE_ABORT, WRITE_FAILURE, DUPLICATE, CRASH, CONTRADICTION = range(6)
-ENDED = (ReceivingStatus.COMPLETE, ReceivingStatus.FAILED)
+KNOWN_ALONE = ("gone",)
+"""What a rank finds out by itself: no message, which could get lost or come twice."""
 
 
 class Totals(Mapping[int, int]):
@@ -50,7 +62,8 @@ class Model:
         return not state.net and World.of(self.setup, self.machines, state).final()
 
     def succeeded(self, state: State) -> bool:
-        return all(self.machines.look(room.machine).status is ReceivingStatus.COMPLETE for room in state.rooms)
+        rooms = self.world(state).living()
+        return all(self.machines.look(room.machine).status is ReceivingStatus.COMPLETE for room in rooms)
 
     def events(self, state: State) -> list[tuple[Event, State, bool]]:
         """Event, state after it, and whether it is a fault, for all that can happen.
@@ -70,10 +83,19 @@ class Model:
                 return [outcome]
             outcomes.append(outcome)
         for event, fault in self.enabled(state):
-            world = self.world(state)
-            self.apply(world, event)
-            outcomes.append((event, world.state, fault))
+            outcomes.append((event, self.after(state, event), fault))
+        if (self.setup.repeats or self.setup.timeouts) and all(fault for _, _, fault in outcomes):
+            # Clocks run far slower than everything else: nothing but time can bring anything forward.
+            for event in self.when_nothing_happens(state):
+                following = self.after(state, event)
+                if following != state:
+                    outcomes.append((event, following, False))
         return outcomes
+
+    def after(self, state: State, event: Event) -> State:
+        world = self.world(state)
+        self.apply(world, event)
+        return world.state
 
     def world(self, state: State) -> World:
         return World.of(self.setup, self.machines, state)
@@ -87,33 +109,47 @@ class Model:
         )
 
     def may_repeat(self, state: State, message: Event) -> bool:
-        return message[0] != "gone" and not self.waits_for_bind(state, message)
+        return message[0] not in KNOWN_ALONE and not self.waits_for_bind(state, message)
 
     def is_late(self, state: State, message: Event) -> bool:
         kind, request, source, destination = message[:4]
-        if kind == "bind":
+        if kind in ("bind", "replaced"):
             return True
         if kind in ("ack", "finish", "abort"):
             place = (request * self.setup.sources + source) * self.setup.destinations + destination
             machine = state.links[place].machine
             return machine != NOBODY and self.machines.look(machine).status is not SendingStatus.SENDING
         machine = state.rooms[request * self.setup.destinations + destination].machine
-        return self.machines.look(machine).status in ENDED
+        return machine == NOBODY or self.machines.look(machine).status in ENDED
 
     def deliver(self, world: World, message: Event) -> bool:
         """Hand a message over; False if nothing came of it."""
+        if message[0] in TO_SOURCE or message[0] == "replaced":
+            return self.deliver_to_source(world, message)
+        return self.deliver_to_destination(world, message)
+
+    def deliver_to_source(self, world: World, message: Event) -> bool:
         kind, request, source, destination, *rest = message
-        place = world.link(request, source, destination)
+        if world.dead(source):
+            return False
         if kind == "bind":
             return world.bind(request, source, destination, *rest)
+        if kind == "replaced":
+            return world.replaced(request, source, destination)
         if kind == "abort":
             world.asked_to_stop(request, source, destination)
             return True
-        if kind in ("ack", "finish"):
-            before = world.links[place].machine
-            if before != NOBODY:
-                world.tell(request, source, destination, {"ack": "acked", "finish": "finished"}[kind], *rest)
-            return world.links[place].machine != before
+        place = world.link(request, source, destination)
+        before = world.links[place].machine
+        if before != NOBODY:
+            world.tell(request, source, destination, {"ack": "acked", "finish": "finished"}[kind], *rest)
+        return world.links[place].machine != before
+
+    def deliver_to_destination(self, world: World, message: Event) -> bool:
+        kind, _, source, destination, *rest = message
+        request = self.addressee(world, message[1], destination)
+        if kind in ("ready", "total", "first") and world.answer_late(request, source, destination):
+            return True
         if kind == "ready":
             news = [self.announce(world, (request, source, destination), seq, str(seq)) for seq in rest[0]]
             if rest[1] is not None:
@@ -125,9 +161,26 @@ class Model:
         if kind == "first":
             world.know(request, destination, "first")
             return world.receive(request, destination, "first_generation", self.totals)
-        event = {"total": "total", "drained": "drained", "gone": "gone", "failed": "peer_failed"}[kind]
-        arguments = ("aborted",) if kind == "failed" else rest
+        if kind == "drained" and rest[0] and not self.setup.is_reborn(request):
+            # It is of the successor of the process that was bound.
+            return not self.setup.rules.drained_by_the_process and world.receive(request, destination, kind, source)
+        event, arguments = {
+            "failed": ("peer_failed", ("aborted",)),
+            "total": ("total", tuple(rest)),
+            "drained": ("drained", ()),
+            "gone": ("gone", ()),
+        }[kind]
         return world.receive(request, destination, event, source, *arguments)
+
+    def addressee(self, world: World, request: int, destination: int) -> int:
+        """Which request a message is about for who reads it: the one with that room and epoch."""
+        if world.rooms[world.room(request, destination)].machine != NOBODY:
+            return request
+        for other in range(self.setup.requests):
+            opened = world.rooms[world.room(other, destination)].window != NOBODY
+            if opened and self.setup.is_reborn(other) and self.setup.identity(other) == self.setup.identity(request):
+                return other
+        return request
 
     def announce(self, world: World, place: tuple[int, int, int], seq: int, piece: str) -> bool:
         request, source, destination = place
@@ -149,13 +202,52 @@ class Model:
             events += [(("duplicate", *message), True) for message in state.net if self.may_repeat(state, message)]
         if faults[CONTRADICTION]:
             events += [(("contradict", *message), True) for message in state.net if message[0] == "ready"]
+        if faults[LOSS]:
+            events += [(("lose", *message), True) for message in state.net if message[0] not in KNOWN_ALONE]
+        if faults[EARLY_REPETITION]:
+            events += [(("early", *event), True) for event in self.repetitions(state)]
         for destination, arena in enumerate(state.arenas):
             if arena.waiting and NOBODY in arena.owners and self.may_ask(state, arena.waiting[0], destination):
                 events.append((("grant", arena.waiting[0], destination), False))
         events += self.at_destinations(state)
         events += self.at_sources(state)
-        if faults[CRASH]:
-            events += [(("crash", source), True) for source, alive in enumerate(state.epochs) if alive != NOBODY]
+        events += self.of_processes(state)
+        return events
+
+    def of_processes(self, state: State) -> list[tuple[Event, bool]]:
+        """Processes die, their sessions are closed, others take their place, once each."""
+        faults, setup = state.faults, self.setup
+        events: list[tuple[Event, bool]] = [(("close", source), False) for source in state.landing]
+        for source, epochs in enumerate(state.epochs):
+            if faults[CRASH] and epochs != NOBODY and not state.lives[source]:
+                events.append((("crash", source), True))
+            if epochs == NOBODY and setup.reborn:
+                events.append((("restart_source", source), False))
+        if faults[DESTINATION_CRASH]:
+            for destination in range(setup.destinations):
+                if not state.lives[setup.sources + destination]:
+                    events.append((("restart_destination", destination), True))
+        return events
+
+    def when_nothing_happens(self, state: State) -> list[Event]:
+        """What is said again, and who gives up waiting."""
+        events = self.repetitions(state) if self.setup.repeats else []
+        if self.setup.timeouts:
+            for index, room in enumerate(state.rooms):
+                where = divmod(index, self.setup.destinations)
+                if room.machine != NOBODY and self.may_ask(state, *where):
+                    events.append(("overdue", *where))
+            events += [("stalled", *divmod(index, self.setup.sources)) for index in range(len(state.prefills))]
+        return events
+
+    def repetitions(self, state: State) -> list[Event]:
+        events: list[Event] = []
+        for index, room in enumerate(state.rooms):
+            if room.machine != NOBODY:
+                events.append(("say_again", *divmod(index, self.setup.destinations)))
+        for index in range(len(state.prefills)):
+            if state.epochs[index % self.setup.sources] != NOBODY:
+                events.append(("announce_again", *divmod(index, self.setup.sources)))
         return events
 
     def at_destinations(self, state: State) -> list[tuple[Event, bool]]:
@@ -164,7 +256,7 @@ class Model:
         for index, room in enumerate(state.rooms):
             request, destination = divmod(index, setup.destinations)
             events += [(("end_merge", request, destination, *key), False) for key in room.running]
-            ended = machines.look(room.machine).status in ENDED
+            ended = room.machine == NOBODY or machines.look(room.machine).status in ENDED
             if state.faults[RECEIVER_ABORT] and not ended and self.may_ask(state, request, destination):
                 events.append((("receiver_abort", request, destination), True))
         return events
@@ -189,38 +281,50 @@ class Model:
                     events.append((("write_failed", *where), True))
             elif link.machine != NOBODY and machines.look(link.machine).runnable:
                 events.append((("take", *where), False))
-            if link.doubt:
-                events.append((("crash", where[1]), False))  # somebody closes the session of a write in doubt
+            if link.doubt and link.machine != NOBODY:
+                events.append((("crash", where[1]), False))  # somebody ends the process of a write in doubt
         return events
 
     def may_ask(self, state: State, request: int, destination: int) -> bool:
-        """A room number is used again at a destination only when its last use has ended there."""
+        """A room number is used again at a destination only when its last use has ended there; what is for processes
+        that take others' place waits for these."""
+        if self.setup.is_reborn(request) and not self.world(state).restarted:
+            return False
         if not self.setup.same_room or request == 0:
             return True
         previous = state.rooms[(request - 1) * self.setup.destinations + destination].machine
-        return self.machines.look(previous).status in ENDED
+        return previous == NOBODY or self.machines.look(previous).status in ENDED
 
     def apply(self, world: World, event: Event) -> None:
         name, *arguments = event
+        spent = {
+            "duplicate": DUPLICATE,
+            "contradict": CONTRADICTION,
+            "receiver_abort": RECEIVER_ABORT,
+            "source_abort": SOURCE_ABORT,
+            "write_failed": WRITE_FAILURE,
+            "lose": LOSS,
+            "early": EARLY_REPETITION,
+            "crash": CRASH,
+            "restart_destination": DESTINATION_CRASH,
+        }.get(name)
+        if spent is not None:
+            world.faults[spent] = max(0, world.faults[spent] - 1)
         match name:
             case "duplicate":
-                world.faults[DUPLICATE] -= 1
                 self.deliver(world, tuple(arguments))
             case "contradict":
-                world.faults[CONTRADICTION] -= 1
                 world.net.remove(tuple(arguments))
                 self.contradict(world, tuple(arguments))
-            case "receiver_abort":
-                world.faults[RECEIVER_ABORT] -= 1
+            case "lose":
+                world.net.remove(tuple(arguments))
+            case "early":
+                self.apply(world, tuple(arguments))
+            case "receiver_abort" | "overdue":
                 world.receive(*arguments, "fail", "aborted")
             case "source_abort":
-                world.faults[SOURCE_ABORT] -= 1
                 world.fail_prefill(*arguments)
-            case "write_failed":
-                world.faults[WRITE_FAILURE] -= 1
-                world.write_failed(*arguments)
-            case "crash":
-                world.faults[CRASH] = max(0, world.faults[CRASH] - 1)
-                world.crash(*arguments)
+            case "stalled":
+                world.stalled(*arguments)
             case _:
                 getattr(world, name)(*arguments)

@@ -21,8 +21,38 @@ class Budget:
     """Whether bytes of a failed write may still arrive, until the session is closed."""
     duplicates: int = 0
     crashes: int = 0
+    """Of source processes."""
+    destination_crashes: int = 0
+    losses: int = 0
+    """Messages that vanish."""
+    early_repetitions: int = 0
+    """A side says something again although what it waits for is under way."""
     contradictions: int = 0
     """A source announces another piece by a number than the one that it wrote."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the code around the machines keeps to. Each is True; a test makes one False to see that it is needed."""
+
+    gone_when_closed: bool = True
+    """A source counts as gone when its session is closed, not when its process has ended."""
+    epochs_never_again: bool = True
+    """A destination that is started again counts epochs from a number that no former process used."""
+    binds_name_the_process: bool = True
+    """A Bind for a former process is not taken by its successor."""
+    drained_by_the_process: bool = True
+    """What a successor says is not taken for what the former process says."""
+    aborts_repeated: bool = True
+    announcements_repeated: bool = True
+    first_repeated: bool = True
+    ends_remembered: bool = True
+    """A destination answers a source that still sends a request that has ended there."""
+    repetition_may_fail: bool = True
+    """A source that cannot be told again need not have missed the first time: it has not drained by that."""
+
+
+RIGHT = Rules()
 
 
 @dataclass(frozen=True)
@@ -38,6 +68,8 @@ class Setup:
     """Per destination the order in which requests ask for units; empty: ascending everywhere."""
     same_room: bool = False
     """The requests use one room, one after the other: request number = epoch."""
+    reborn: int = 0
+    """So many requests, the last ones, are for the processes that take the place of those that crashed."""
     windows: int = 1
     """How many requests' units a destination's arena has."""
     window: int = 1
@@ -58,6 +90,11 @@ class Setup:
     merges_take_time: bool = True
     """Otherwise a merge ends as it begins; makes room for more of everything else."""
     pulls: bool = False
+    repeats: bool = False
+    """Whether what may have been lost is said again when nothing else happens."""
+    timeouts: bool = False
+    """Whether both sides give up a request when nothing else happens. Otherwise only because of a fault."""
+    rules: Rules = RIGHT
     budget: Budget = field(default_factory=Budget)
     make_sending: Callable[[int], Any] = Sending
     make_receiving: Callable[[tuple[Stage, ...], bool], Any] = Receiving
@@ -86,9 +123,15 @@ class Setup:
             for seq in range(self.pieces)
         }
 
+    def is_reborn(self, request: int) -> bool:
+        """Whether a request is for the processes that take the place of those that crashed."""
+        return request >= self.requests - self.reborn
+
     def identity(self, request: int) -> tuple[int, int]:
         """Room and epoch of a request."""
-        return (0, request) if self.same_room else (request, 0)
+        first_again = self.requests - self.reborn if self.is_reborn(request) else 0
+        epoch = request if self.rules.epochs_never_again else request - first_again
+        return (0, epoch) if self.same_room else (request, 0)
 
     def order(self, destination: int) -> tuple[int, ...]:
         return self.orders[destination] if self.orders else tuple(range(self.requests))

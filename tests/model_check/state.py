@@ -2,8 +2,20 @@
 
 from typing import Any, NamedTuple
 
+(
+    RECEIVER_ABORT,
+    SOURCE_ABORT,
+    WRITE_FAILURE,
+    DUPLICATE,
+    CRASH,
+    CONTRADICTION,
+    DESTINATION_CRASH,
+    LOSS,
+    EARLY_REPETITION,
+) = range(9)
+"""Kinds of faults, by their place in State.faults."""
 NOBODY = -1
-INCARNATION = "destination {}"
+INCARNATION = "destination {}, life {}"
 PULL: tuple[int, int] = (-1, -1)
 """Among the running merges of a room: its read, which uses all units."""
 
@@ -15,6 +27,7 @@ class Room(NamedTuple):
     """A request at a destination."""
 
     machine: int
+    """NOBODY once the process that had it is dead."""
     window: int = NOBODY
     """Which of the arena's windows it holds."""
     running: frozenset[tuple[int, int]] = frozenset()
@@ -61,8 +74,12 @@ class State(NamedTuple):
     links: tuple[Link, ...]
     prefills: tuple[Prefill, ...]
     epochs: tuple[int, ...]
-    """Per source its machine; NOBODY once the process is dead."""
+    """Per source its machine; NOBODY while its process is dead."""
     arenas: tuple[Arena, ...]
+    lives: tuple[int, ...]
+    """Per source, then per destination, how often it was started again."""
+    landing: frozenset[int]
+    """Sources whose process is dead and whose session is not closed: what it had begun may still arrive."""
     net: frozenset[Message]
     faults: tuple[int, ...]
     """How many of each kind may still happen."""

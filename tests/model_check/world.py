@@ -9,21 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_hetero.transfer.lifetime import (
-    Abort,
     Ack,
-    Complete,
     Merge,
     Pull,
     ReceivingStatus,
     ReturnUnits,
     SendingStatus,
+    Settle,
     Stage,
 )
 
 from . import checks
 from .machines import Machines, Refused, Violation
 from .setup import ROOMS_KEPT, Setup
-from .state import INCARNATION, NOBODY, PULL, Arena, Link, Message, Prefill, Room, State
+from .state import CRASH, DESTINATION_CRASH, INCARNATION, NOBODY, PULL, Arena, Link, Message, Prefill, Room, State
+
+TO_SOURCE = ("bind", "ack", "finish", "abort")
+ENDED = (ReceivingStatus.COMPLETE, ReceivingStatus.FAILED)
 
 
 @dataclass
@@ -37,13 +39,27 @@ class World:
     prefills: list[Prefill]
     epochs: list[int]
     arenas: list[Arena]
+    lives: list[int]
+    landing: set[int]
     net: set[Message]
     faults: list[int]
 
     @classmethod
     def of(cls, setup: Setup, machines: Machines, state: State) -> "World":
-        rooms, links, prefills, epochs, arenas, net, faults = state
-        return cls(setup, machines, [*rooms], [*links], [*prefills], [*epochs], [*arenas], {*net}, [*faults])
+        rooms, links, prefills, epochs, arenas, lives, landing, net, faults = state
+        return cls(
+            setup,
+            machines,
+            [*rooms],
+            [*links],
+            [*prefills],
+            [*epochs],
+            [*arenas],
+            [*lives],
+            {*landing},
+            {*net},
+            [*faults],
+        )
 
     @classmethod
     def initial(cls, setup: Setup, machines: Machines) -> State:
@@ -56,6 +72,8 @@ class World:
             (Prefill(),) * (setup.requests * setup.sources),
             (machines.add(setup.make_epochs(ROOMS_KEPT)),) * setup.sources,
             tuple(Arena((NOBODY,) * setup.windows, setup.order(place)) for place in range(setup.destinations)),
+            (0,) * (setup.sources + setup.destinations),
+            frozenset(),
             frozenset(),
             (
                 budget.receiver_aborts,
@@ -64,6 +82,9 @@ class World:
                 budget.duplicates,
                 budget.crashes,
                 budget.contradictions,
+                budget.destination_crashes,
+                budget.losses,
+                budget.early_repetitions,
             ),
         )
 
@@ -75,6 +96,8 @@ class World:
             tuple(self.prefills),
             tuple(self.epochs),
             tuple(self.arenas),
+            tuple(self.lives),
+            frozenset(self.landing),
             frozenset(self.net),
             tuple(self.faults),
         )
@@ -88,9 +111,21 @@ class World:
     def prefill(self, request: int, source: int) -> int:
         return request * self.setup.sources + source
 
+    def dead(self, source: int) -> bool:
+        """Whether a source's process is dead and no other one has taken its place."""
+        return self.epochs[source] == NOBODY
+
+    def life(self, destination: int) -> int:
+        """How often a destination was started again."""
+        return self.lives[self.setup.sources + destination]
+
+    def meant(self, request: int, process: int) -> bool:
+        """Whether a request is for the present life of a process: sources are counted first, then destinations."""
+        return not self.lives[process] or self.setup.is_reborn(request)
+
     def send(self, kind: str, request: int, source: int, destination: int, *rest: Any) -> None:
         """Put a message on its way; to a dead source there is none."""
-        if kind in ("bind", "ack", "finish", "abort") and self.epochs[source] == NOBODY:
+        if kind in TO_SOURCE and self.dead(source):
             return
         self.net.add((kind, request, source, destination, *rest))
 
@@ -113,6 +148,8 @@ class World:
         """Give an event to a Receiving and carry out its actions; True if anything came of it."""
         place = self.room(request, destination)
         before = self.rooms[place].machine
+        if before == NOBODY:
+            return False  # that process is dead
         try:
             machine, actions = self.machines.call(before, event, *arguments)
         except Refused:
@@ -149,18 +186,16 @@ class World:
                 for source in self.setup.stages[stage]:
                     self.send("ack", request, source, destination, upto)
                 return
-            case Complete():
-                checks.complete(self, room)
+            case Settle(reason):
+                if reason is None:
+                    checks.complete(self, room)
                 for source in sources:
-                    self.send("finish", request, source, destination)
-            case Abort():
-                for source in sources:
-                    self.send("abort", request, source, destination)
+                    self.send("finish" if reason is None else "abort", request, source, destination)
             case ReturnUnits():
                 self.return_units(request, destination)
         name = type(action).__name__
         ends = room.ends | {name}
-        if name in room.ends or ends >= {"Complete", "Failed"}:
+        if name in room.ends:
             raise Violation(f"{name} after {sorted(room.ends)}")
         self.rooms[place] = room._replace(ends=ends, merged=frozenset(), known=frozenset())
 
@@ -189,14 +224,41 @@ class World:
         checks.content(self, request, destination, stage, seq)
         self.receive(request, destination, "merged", stage, seq)
 
+    def say_again(self, request: int, destination: int) -> None:
+        """Nothing new has been heard for a while: where an open request goes and how far it is, or that it failed."""
+        room = self.rooms[self.room(request, destination)]
+        machine = self.machines.look(room.machine)
+        if machine.status is ReceivingStatus.OPEN:
+            for source in range(self.setup.sources):
+                self.send("bind", request, source, destination, room.window)
+                upto = machine.acknowledged[self.setup.stage_of[source]]
+                if upto:
+                    self.send("ack", request, source, destination, upto)
+                if not self.setup.rules.repetition_may_fail:
+                    self.receive(request, destination, "drained", source)
+        elif machine.status is ReceivingStatus.FAILED and self.setup.rules.aborts_repeated:
+            for source in machine.may_write:
+                self.send("abort", request, source, destination)
+
+    def answer_late(self, request: int, source: int, destination: int) -> bool:
+        """A source still sends a request that is over here: say how it ended. False: it is not over."""
+        machine = self.rooms[self.room(request, destination)].machine
+        if machine == NOBODY or not self.setup.rules.ends_remembered or not self.machines.look(machine).units_home:
+            return False
+        complete = self.machines.look(machine).status is ReceivingStatus.COMPLETE
+        self.send("finish" if complete else "abort", request, source, destination)
+        return True
+
     # At a source
 
     def bind(self, request: int, source: int, destination: int, window: int) -> bool:
         room, epoch = self.setup.identity(request)
-        incarnation = INCARNATION.format(destination)
+        incarnation = self.incarnation(request, destination)
+        if incarnation is None or (self.setup.rules.binds_name_the_process and not self.meant(request, source)):
+            return False
         self.epochs[source], opens = self.machines.call(self.epochs[source], "open", incarnation, room, epoch)
         if not opens:
-            return False
+            return self.answer_bind(request, source, destination)
         place = self.link(request, source, destination)
         self.links[place] = Link(self.machines.add(self.setup.make_sending(self.setup.window)), window)
         prefill = self.prefills[self.prefill(request, source)]
@@ -207,12 +269,33 @@ class World:
                 self.produce(request, source)
         return True
 
+    def incarnation(self, request: int, destination: int) -> str | None:
+        """Name of the process that a request is for; None if a source knows by now that another has its place."""
+        life = self.life(destination)
+        if life and not self.setup.is_reborn(request):
+            return None
+        return INCARNATION.format(destination, life)
+
+    def answer_bind(self, request: int, source: int, destination: int) -> bool:
+        """A Bind that opens nothing: said again, or overtaken. Say so if the request has ended; False if it has not."""
+        link = self.links[self.link(request, source, destination)]
+        machine = None if link.machine == NOBODY else self.machines.look(link.machine)
+        if machine is not None and machine.status is not SendingStatus.FAILED:
+            return False
+        if machine is not None:
+            self.send("failed", request, source, destination)
+        if machine is None or machine.drained:
+            self.send("drained", request, source, destination, self.lives[source])
+        return True
+
     def can_produce(self, request: int, source: int) -> bool:
         """Prefill runs a request once all destinations have bound it."""
         prefill = self.prefills[self.prefill(request, source)]
         first = self.link(request, source, 0)
         return (
             not prefill.failed
+            and not self.dead(source)
+            and (self.meant(request, source) or not self.setup.rules.binds_name_the_process)
             and prefill.chunks < len(self.setup.chunks)
             and all(link.machine != NOBODY for link in self.links[first : first + self.setup.destinations])
         )
@@ -242,6 +325,31 @@ class World:
         machine, result = self.machines.call(self.links[place].machine, event, *arguments)
         self.links[place] = self.links[place]._replace(machine=machine)
         return result
+
+    def announce_again(self, request: int, source: int) -> None:
+        """Nothing new has been heard for a while: what is written and not acknowledged, the total, the first token."""
+        closed = self.prefills[self.prefill(request, source)].chunks == len(self.setup.chunks)
+        stage, rules = self.setup.stage_of[source], self.setup.rules
+        for destination in range(self.setup.destinations):
+            place = self.link(request, source, destination)
+            if self.links[place].machine == NOBODY:
+                continue
+            machine = self.machines.look(self.links[place].machine)
+            if machine.status is not SendingStatus.SENDING:
+                continue
+            told = closed and machine.taken == self.setup.pieces and not machine.in_flight
+            own = tuple(seq for seq in machine.announced if source in self.setup.sharing[stage, seq])
+            if rules.announcements_repeated:
+                if self.setup.joined_totals:
+                    if own or told:
+                        self.send("ready", request, source, destination, own, self.setup.pieces if told else None)
+                else:
+                    if own:
+                        self.send("ready", request, source, destination, own, None)
+                    if closed:
+                        self.send("total", request, source, destination, self.setup.pieces)
+            if source == 0 and closed and not self.setup.joined_totals and rules.first_repeated:
+                self.send("first", request, source, destination)
 
     def take(self, request: int, source: int, destination: int) -> None:
         """Begin a write; what the source has no share of is passed over at once."""
@@ -288,6 +396,11 @@ class World:
         for destination in range(self.setup.destinations):
             self.fail_link(request, source, destination)
 
+    def stalled(self, request: int, source: int) -> None:
+        """A request stands still at a source."""
+        if not self.dead(source) and self.meant(request, source):
+            self.fail_prefill(request, source)
+
     def fail_link(self, request: int, source: int, destination: int) -> None:
         link = self.links[self.link(request, source, destination)]
         if link.machine == NOBODY or self.machines.look(link.machine).status is not SendingStatus.SENDING:
@@ -298,8 +411,9 @@ class World:
     def asked_to_stop(self, request: int, source: int, destination: int) -> None:
         """Abort of a destination has come, perhaps before its Bind, perhaps again."""
         room, epoch = self.setup.identity(request)
-        incarnation = INCARNATION.format(destination)
-        self.epochs[source], _ = self.machines.call(self.epochs[source], "end", incarnation, room, epoch)
+        incarnation = self.incarnation(request, destination)
+        if incarnation is not None:
+            self.epochs[source], _ = self.machines.call(self.epochs[source], "end", incarnation, room, epoch)
         place = self.link(request, source, destination)
         bound = self.links[place].machine != NOBODY
         if bound:
@@ -315,28 +429,80 @@ class World:
         link = self.links[place]
         if link.asked and (link.machine == NOBODY or self.machines.look(link.machine).drained):
             self.links[place] = link._replace(asked=False)
-            self.send("drained", request, source, destination)
+            self.send("drained", request, source, destination, self.lives[source])
+
+    # Processes
 
     def crash(self, source: int) -> None:
-        """A source's process is dead and its session closed; each destination hears of it some time."""
+        """A source's process is dead. What its engine had begun may still arrive."""
         self.epochs[source] = NOBODY
-        to_source = ("bind", "ack", "finish", "abort")
-        self.net -= {message for message in self.net if message[0] in to_source and message[2] == source}
+        self.landing.add(source)
         for request in range(self.setup.requests):
             for destination in range(self.setup.destinations):
-                self.links[self.link(request, source, destination)] = Link()
+                place = self.link(request, source, destination)
+                link = self.links[place]
+                lands = link.doubt or link.batch is not None
+                self.links[place] = Link(window=link.window, doubt=True) if lands else Link()
+        if not self.setup.rules.gone_when_closed:
+            self.say_gone(source)
+
+    def close(self, source: int) -> None:
+        """Nothing of a dead source's process can arrive any more; each destination hears of it some time."""
+        self.landing.remove(source)
+        for place in range(len(self.links)):
+            if place // self.setup.destinations % self.setup.sources == source and self.links[place].machine == NOBODY:
+                self.links[place] = self.links[place]._replace(doubt=False)
+        self.say_gone(source)
+
+    def say_gone(self, source: int) -> None:
+        for request in range(self.setup.requests - self.setup.reborn):
+            for destination in range(self.setup.destinations):
                 self.send("gone", request, source, destination)
+
+    def restart_source(self, source: int) -> None:
+        """Another process has taken a dead source's place, perhaps before the former one's writes are over."""
+        self.lives[source] += 1
+        self.epochs[source] = self.machines.add(self.setup.make_epochs(ROOMS_KEPT))
+
+    def restart_destination(self, destination: int) -> None:
+        """A destination's process is dead and another one has its place: new memory, and all sources hear of it."""
+        setup = self.setup
+        self.lives[setup.sources + destination] += 1
+        for request in range(setup.requests - setup.reborn):
+            self.rooms[self.room(request, destination)] = Room(NOBODY)
+            for source in range(setup.sources):
+                self.send("replaced", request, source, destination)
+        waiting = tuple(request for request in setup.order(destination) if setup.is_reborn(request))
+        self.arenas[destination] = Arena((NOBODY,) * setup.windows, waiting)
+
+    def replaced(self, request: int, source: int, destination: int) -> bool:
+        """A destination's successor has registered: what was under way to the former process has failed."""
+        before = self.prefills[self.prefill(request, source)].failed
+        if not self.dead(source) and self.meant(request, source):
+            self.fail_prefill(request, source)
+        return not before
+
+    @property
+    def restarted(self) -> bool:
+        """Whether all has crashed that may, and what is for the successors begins."""
+        return any(self.lives) and not (self.faults[CRASH] or self.faults[DESTINATION_CRASH])
+
+    def living(self) -> list[Room]:
+        """What has to come to an end: not what died with its process, nor what waits for one that has not died."""
+        begun = self.setup.requests - (0 if self.restarted else self.setup.reborn)
+        return [room for room in self.rooms[: begun * self.setup.destinations] if room.machine != NOBODY]
 
     def final(self) -> bool:
         """Whether everything has ended and is where it belongs."""
-        if self.net or any(arena.waiting or set(arena.owners) != {NOBODY} for arena in self.arenas):
+        if self.net or any(set(arena.owners) != {NOBODY} for arena in self.arenas):
             return False
-        ended = (ReceivingStatus.COMPLETE, ReceivingStatus.FAILED)
-        for room in self.rooms:
+        if self.landing:
+            return False
+        for room in self.living():
             machine = self.machines.look(room.machine)
-            if machine.status not in ended or not machine.units_home or room.running:
+            if machine.status not in ENDED or not machine.units_home or room.running:
                 return False
         return all(
-            not link.asked and (link.machine == NOBODY or self.machines.look(link.machine).drained)
+            not link.asked and not link.doubt and (link.machine == NOBODY or self.machines.look(link.machine).drained)
             for link in self.links
         )

@@ -23,6 +23,8 @@ _PROGRAM = "sglang_hetero/transfer/pieces/program.py"
 _OUTBOX = "sglang_hetero/transfer/outbox.py"
 _DISPATCH = "sglang_hetero/transfer/dispatch.py"
 _PREFILL = "sglang_hetero/transfer/prefill.py"
+_RECEPTION = "sglang_hetero/transfer/reception.py"
+_DECODE = "sglang_hetero/transfer/decode.py"
 _FOLLOWER = "sglang_hetero/transfer/follower.py"
 _LAYERWISE = "sglang_hetero/backend/layerwise.py"
 _BATCH = "sglang_hetero/merge/batch.py"
@@ -380,4 +382,61 @@ FAULTS = [
         "self.side.follows(room):\n",
     ),
     Fault("a middle chunk has a slot", _LAYERWISE, "whole, state=last)", "whole, state=True)"),
+    # What gets lost, dies or comes again.
+    Fault(
+        "a repetition keeps a request alive at decode",
+        _DECODE,
+        "            if machine.news != before:",
+        "            if True:",
+    ),
+    Fault(
+        "a repetition keeps a request alive at prefill",
+        _PREFILL,
+        "            if destination.sending.news != before:",
+        "            if True:",
+    ),
+    Fault("a process counts from 0 again", _RECEPTION, "secrets.randbits(EPOCH_BITS)", "0"),
+    Fault(
+        "a Bind for a former process is taken",
+        _PREFILL,
+        "if message.source != self.manifest.incarnation:",
+        "if False:",
+    ),
+    Fault(
+        "two uses of a room are taken for one",
+        _PREFILL,
+        "message.rank in outbox.destinations or outbox.use != message.use",
+        "message.rank in outbox.destinations",
+    ),
+    Fault(
+        "an old sender lets go of a newer one's request",
+        _DISPATCH,
+        "            if claim is not None and (owner is None or claim() in (None, owner)):",
+        "            if claim is not None:",
+    ),
+    Fault(
+        "how a request ended is not said again",
+        _DECODE,
+        "                self._answer_late(message)",
+        "                pass",
+    ),
+    Fault("the first token is told once", _DISPATCH, "told = outbox.told if again else None", "told = None"),
+    Fault(
+        "a source that cannot be told again has drained",
+        _DECODE,
+        "        self._send(outgoing)\n        self._send_again(again)\n",
+        "        self._send(outgoing + again)\n",
+    ),
+    Fault(
+        "an Abort is said once",
+        _RECEPTION,
+        "                outgoing += self._to(inbox, sorted(inbox.machine.may_write), messages.Abort, **fields)",
+        "                pass",
+    ),
+    Fault(
+        "the first fault of a mover's turn stops its destination",
+        _DISPATCH,
+        '        except Exception as error:\n            logger.exception("room %d to %s"',
+        '        except KeyError as error:\n            logger.exception("room %d to %s"',
+    ),
 ]

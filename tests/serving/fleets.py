@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 
 from sglang_hetero import models
 from sglang_hetero.client import Client, Generation
+from sglang_hetero.state.report import State, decode_state
 from tests.reference import Continuation, Speculation, greedy, greedy_with_mtp
 
 # A busy machine needs several times the 20 to 45 s of a quiet one. Below pytest's own limit per test.
 START_SECONDS = 500
 STOP_SECONDS = 60
+# From the last answer until everything has come home and been reported, on a busy machine.
+REST_SECONDS = 60
 # Prefill steps of at most so many tokens: the longer prompts below come in chunks.
 CHUNK = 256
 OUTPUT_TOKENS = 24
@@ -193,10 +197,46 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
+def held(state: State, ranks: int) -> list[str]:
+    """What a server still has, or what is wrong with it, when nothing is under way; empty if all is as at its start."""
+    found = list(state.faults)
+    if len(state.ranks) != ranks:
+        found.append(f"{len(state.ranks)} of {ranks} ranks report")
+    for rank in state.ranks:
+        rest = {**rank.ours, "units": 0, "units_free": rank.ours.get("units", 0) - rank.ours.get("units_free", 0)}
+        found += [f"{rank.rank}: {name} {count}" for name, count in rest.items() if count and name != "peers"]
+        # What the prefix cache keeps is not lost.
+        cached = {"pages": rank.sglang["cached_tokens"], "slots": rank.sglang.get("cached_slots", 0)}
+        for name in ("pages", "rows", "slots", "aux_rows"):
+            free, total = rank.sglang[f"{name}_free"], rank.sglang[name]
+            if free != total and not cached.get(name):
+                found.append(f"{rank.rank}: {free} of {total} {name} are free")
+    return found
+
+
+def check_at_rest(served: Served) -> None:
+    """Every server says that it is well and that everything is back."""
+    deadline = time.monotonic() + REST_SECONDS
+    session = requests.Session()
+    session.trust_env = False  # a proxy of the environment must not see loopback
+    for server in served.described["servers"]:
+        ranks = 0 if server["role"] == "mixed" else server["tp"]
+        while True:
+            answer = session.get(f"{server['url']}/hetero/state", timeout=REST_SECONDS)
+            what = held(decode_state(answer.content), ranks)
+            if not what:
+                break
+            assert time.monotonic() < deadline, f"{served.setup.id}: {server['name']}: {what}"
+            time.sleep(1.0)
+        health = session.get(f"{server['url']}/health", timeout=REST_SECONDS)
+        assert health.status_code == requests.codes.ok, health.text
+
+
 def stop(served: Served) -> None:
-    """Stop a fleet and check that nothing of it is left."""
+    """Check that a fleet is as it was at its start, stop it, and check that nothing of it is left."""
     gone = [pid for pid in pids(served.described) if not psutil.pid_exists(pid)]
     assert not gone, f"{served.setup.id}: processes {gone} died during the tests: {served.described}"
+    check_at_rest(served)
     processes = family(pids(served.described))
     shared = shared_memory(processes)
     started = len(pids(served.described))

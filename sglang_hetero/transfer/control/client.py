@@ -10,16 +10,19 @@ from types import TracebackType
 
 import zmq
 
-from sglang_hetero.errors import ControlError, MessageError
+from sglang_hetero.errors import ControlError, MessageError, SealError
 
 from .. import fields, messages
-from ..messages import FirstGeneration, Message, Ping, Topology, TopologyRequest
+from ..faults import Faults
+from ..messages import FirstGeneration, Message, Ping, Pong, Topology, TopologyRequest
+from ..seal import Purpose, Seal
 from . import common
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 3.0
-"""Between two signs of life: so long a first token that was parked over a break of the connection has to wait."""
+HEARTBEAT_SECONDS = 1.0
+"""Between two signs of life: so long a first token that was parked over a break of the connection has to wait, and so
+long it takes to hear of a rank that was started again."""
 MAX_UNSENT = 4096
 """Messages that wait here while the service is away; then `send` raises."""
 FIRST_ASK_SECONDS = 0.25
@@ -33,7 +36,10 @@ class ControlClient:
 
     identity: of `messages.control_identity`. incarnation: of this process. on_message: called in the client's thread
     with each FirstGeneration and each ready Topology; it must not wait for the service (so not call `topology`), and
-    what it raises is counted and logged. `failure` is the error that ended the thread, else None.
+    what it raises is counted and logged. `failure` is the error that ended the thread, else None. `pong`: the newest
+    answer to a sign of life, None before the first; `pong_at`: when it came, time.monotonic(). on_broken: called in
+    the client's thread when the connection breaks, as it does at once when the service's process ends; `broken` until
+    something comes again.
     All methods may be called from any thread.
     """
 
@@ -45,21 +51,31 @@ class ControlClient:
         identity: bytes,
         incarnation: str,
         on_message: Callable[[Message], None],
+        on_broken: Callable[[], None] = lambda: None,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
+        seal: Seal | None = None,
     ) -> None:
         self.address = f"{host}:{port}"
         self.failure: BaseException | None = None
+        self.pong: Pong | None = None
+        self.pong_at = 0.0
+        self.broken = False
+        self._heard_at = time.monotonic()
+        self._identity, self._seal = identity, seal or Seal()
+        self._on_broken = on_broken
         self._incarnation, self._on_message, self._heartbeat = incarnation, on_message, heartbeat_seconds
-        self._faults = common.Faults(f"client of the control service at {self.address}", log)
+        self._faults = Faults(f"client of the control service at {self.address}", log)
         self._unsent: deque[bytes] = deque()
         self._condition = threading.Condition()
-        self._heard: dict[int, tuple[int, Topology]] = {}  # by dp_rank: how many answers, and the newest
+        # By dp_rank, of those that were asked for: how many answers, and the newest.
+        self._heard: dict[int, tuple[int, Topology | None]] = {}
         self._ping = messages.encode(Ping(incarnation=incarnation))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         try:
             common.prepare(self._socket, fields.MAX_TOPOLOGY_BYTES)
             self._socket.set(zmq.ROUTING_ID, identity)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._socket.connect(common.endpoint(host, port))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
@@ -73,6 +89,11 @@ class ControlClient:
     def counts(self) -> dict[str, int]:
         """How often what went wrong, by kind."""
         return self._faults.counts
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long nothing has come from the service; without a first word, since the construction."""
+        return time.monotonic() - self._heard_at
 
     def send(self, message: Message) -> None:
         """Hand a message over for sending; never blocks. Raises MessageError for one that cannot be sent, ControlError
@@ -94,7 +115,7 @@ class ControlClient:
             raise RuntimeError("topology() in the client's own thread would wait for itself")
         deadline, pause = time.monotonic() + timeout, FIRST_ASK_SECONDS
         with self._condition:
-            before, _ = self._heard.get(dp_rank, (0, None))
+            before, _ = self._heard.setdefault(dp_rank, (0, None))
         while True:
             self.send(TopologyRequest(incarnation=self._incarnation, dp_rank=dp_rank))
             with self._condition:
@@ -166,6 +187,7 @@ class ControlClient:
     def _loop(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake.fileno(), zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         beat = time.monotonic()
         while not self._closing:
             now = time.monotonic()
@@ -183,12 +205,27 @@ class ControlClient:
                 except zmq.Again:
                     break
                 self._receive(frames)
+            self._look_at_connection()
+
+    def _look_at_connection(self) -> None:
+        broken = False
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart(zmq.DONTWAIT)
+            broken = True
+        if not broken:
+            return
+        # What comes from now on comes over a new connection.
+        self.broken = True
+        try:
+            self._on_broken()
+        except Exception as error:
+            self._faults.note(f"{type(error).__name__} at a break", error, traceback=True)
 
     def _flush(self) -> None:
         """Send until the connection takes no more. Only this thread takes from the queue."""
         while self._unsent:
             try:
-                self._socket.send(self._unsent[0], zmq.DONTWAIT)
+                self._socket.send(self._seal.seal(self._unsent[0], Purpose.TO_SERVICE, self._identity), zmq.DONTWAIT)
             except zmq.Again:
                 return
             self._unsent.popleft()
@@ -198,19 +235,26 @@ class ControlClient:
         try:
             if len(frames) != 1:
                 raise MessageError(f"{len(frames)} frames, must be one")
-            message = messages.decode(frames[0], limit=fields.MAX_TOPOLOGY_BYTES)
+            payload = self._seal.open(frames[0], Purpose.FROM_SERVICE, self._identity)
+            message = messages.decode(payload, limit=fields.MAX_TOPOLOGY_BYTES)
             name = type(message).__name__
-            if isinstance(message, Topology):
+            self._heard_at, self.broken = time.monotonic(), False
+            if isinstance(message, Pong):
+                self.pong = message
+                self.pong_at = self._heard_at  # behind it: who reads this first has an answer that is as new or newer
+            elif isinstance(message, Topology):
                 with self._condition:
-                    count, _ = self._heard.get(message.dp_rank, (0, None))
-                    self._heard[message.dp_rank] = (count + 1, message)
-                    self._condition.notify_all()
+                    if message.dp_rank in self._heard:
+                        self._heard[message.dp_rank] = (self._heard[message.dp_rank][0] + 1, message)
+                        self._condition.notify_all()
                 if message.ready:
                     self._on_message(message)
             elif isinstance(message, FirstGeneration):
                 self._on_message(message)
             else:
                 raise MessageError("the control service has no business sending it")
+        except SealError as error:
+            self._faults.note("unsealed", error)
         except MessageError as error:
             self._faults.note(f"bad {name}", error)
         except Exception as error:

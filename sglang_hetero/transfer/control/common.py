@@ -1,12 +1,12 @@
-"""What the service and its client have in common: socket options, waking a thread, counting faults."""
+"""What the service and its client have in common: socket options, and waking a thread."""
 
 import contextlib
-import logging
 import socket
 import threading
-from collections import Counter
 
 import zmq
+
+from ..seal import OVERHEAD
 
 HIGH_WATER = 256
 """Messages that wait per connection and direction; above it a sender is told so. A request makes one message per decode
@@ -15,21 +15,28 @@ LINGER_MS = 500
 """For what was sent just before closing, and so the longest that closing waits for a peer that is away."""
 CLOSE_SECONDS = 5.0
 """For the thread to end, beyond which closing gives up on it: a callback hangs."""
-BEAT_MS = 5_000
-"""ZeroMQ's own heartbeat: a connection whose other end vanished without a word is closed, and so made anew."""
-BEAT_TIMEOUT_MS = 3 * BEAT_MS
+SILENCE_SECONDS = 15
+"""A connection whose other end has confirmed nothing for so long is closed, and so made anew. TCP sees to it: with
+ZeroMQ's own heartbeat (ZMQ_HEARTBEAT_IVL) libzmq 4.3.5 aborts the whole process, `Assertion failed: !_io_error`, when a
+connection whose queue is full is reset before its next beat: a link that was cut for 15 s did that to the service every
+time, and any client can."""
+PROBE_SECONDS = 5
+"""Between looks at a connection on which nothing is said."""
 DRAIN = 64
 """Messages received in a row before the thread looks after anything else."""
 
 
 def prepare(sock: zmq.Socket[bytes], max_bytes: int) -> None:
-    """Options of both ends. Set before bind or connect. max_bytes: of a message that may arrive."""
+    """Options of both ends. Set before bind or connect. max_bytes: of a message that may arrive, without its seal."""
     sock.set(zmq.LINGER, LINGER_MS)
     sock.set(zmq.SNDHWM, HIGH_WATER)
     sock.set(zmq.RCVHWM, HIGH_WATER)
-    sock.set(zmq.MAXMSGSIZE, max_bytes)
-    sock.set(zmq.HEARTBEAT_IVL, BEAT_MS)
-    sock.set(zmq.HEARTBEAT_TIMEOUT, BEAT_TIMEOUT_MS)
+    sock.set(zmq.MAXMSGSIZE, max_bytes + OVERHEAD)
+    sock.set(zmq.TCP_MAXRT, SILENCE_SECONDS * 1000)
+    sock.set(zmq.TCP_KEEPALIVE, 1)
+    sock.set(zmq.TCP_KEEPALIVE_IDLE, PROBE_SECONDS)
+    sock.set(zmq.TCP_KEEPALIVE_INTVL, PROBE_SECONDS)
+    sock.set(zmq.TCP_KEEPALIVE_CNT, SILENCE_SECONDS // PROBE_SECONDS - 1)
     sock.set(zmq.IPV6, 1)
 
 
@@ -64,25 +71,3 @@ class Wake:
         with self._lock:
             self._reader.close()
             self._writer.close()
-
-
-class Faults:
-    """Counts what went wrong by kind and logs the first of each kind, so that a broken peer cannot fill the log."""
-
-    def __init__(self, owner: str, log: logging.Logger) -> None:
-        self._owner, self._log = owner, log
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def note(self, kind: str, text: object, *, traceback: bool = False) -> None:
-        """kind: from a small set, never a peer's text. traceback: of the exception being handled."""
-        with self._lock:
-            self._counts[kind] += 1
-            first = self._counts[kind] == 1
-        if first:
-            self._log.warning("%s: %s: %s (further ones are only counted)", self._owner, kind, text, exc_info=traceback)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)

@@ -27,7 +27,11 @@ class Parking:
         return self._nbytes
 
     def add(self, identity: bytes, payload: bytes, now: float) -> int:
-        """Park it; returns how many older ones had to go."""
+        """Park it; returns how many older ones had to go. What is parked for the identity already is not kept twice."""
+        for number in self._numbers.get(identity, ()):
+            if self._held[number][2] == payload:
+                self._drop(number)  # the repetition is the newer one: it must not overtake what came between
+                break
         self._held[self._next] = (now + self._seconds, identity, payload)
         self._numbers.setdefault(identity, deque()).append(self._next)
         self._next += 1
@@ -61,7 +65,6 @@ class Parking:
         _, identity, payload = self._held.pop(number)
         self._nbytes -= len(payload)
         numbers = self._numbers[identity]
-        # Time is the same for all, so the oldest of all is also the oldest of its identity.
-        assert numbers.popleft() == number
+        numbers.remove(number)  # nearly always the first
         if not numbers:
             del self._numbers[identity]

@@ -44,7 +44,13 @@ class Registry:
         self._incarnation = incarnation
         self._replicas: dict[int, dict[_Place, _Reported]] = {}
         self._replaced: OrderedDict[str, None] = OrderedDict()
+        self._away: set[bytes] = set()
+        self._names: dict[int, str] = {}  # of replicas, as far as they have been asked for since the last change
         self._nbytes = 0
+
+    def __len__(self) -> int:
+        """Ranks that have reported; from any thread."""
+        return sum(map(len, list(self._replicas.values())))
 
     def accept(self, hello: Hello, identity: bytes) -> tuple[Manifest, bool]:
         """Enter a rank. Returns its manifest and whether anything changed.
@@ -73,10 +79,12 @@ class Registry:
             self._forget(replica.pop(at), new)
         replica[place] = new
         self._replicas[where.dp_rank] = replica
+        self._names.clear()
         self._nbytes += change
         return manifest, True
 
     def _forget(self, old: _Reported, new: _Reported) -> None:
+        self._away.discard(old.identity)
         if old.manifest.incarnation != new.manifest.incarnation:
             self._replaced[old.manifest.incarnation] = None
             while len(self._replaced) > MAX_REPLACED:
@@ -94,6 +102,41 @@ class Registry:
         """Of the replica's ranks that have reported."""
         return [rank.identity for rank in self._replicas.get(dp_rank, {}).values()]
 
+    def connected(self) -> list[bytes]:
+        """Identities of all ranks that have reported and are not away."""
+        return [each for dp_rank in self._replicas for each in self.identities(dp_rank) if each not in self._away]
+
+    def left(self, identity: bytes) -> str:
+        """A rank's connection is broken: its replica is incomplete until it is `back`. Its name, empty for no rank."""
+        for replica in self._replicas.values():
+            for rank in replica.values():
+                if rank.identity == identity:
+                    self._away.add(identity)
+                    self._names.clear()
+                    return rank.manifest.label
+        return ""
+
+    def back(self, identity: bytes) -> bool:
+        """A rank says something; whether it had been away."""
+        if identity not in self._away:
+            return False
+        self._away.discard(identity)
+        self._names.clear()
+        return True
+
+    def names(self) -> tuple[tuple[int, str], ...]:
+        """Of each replica's topology, by dp_rank; empty for one that is incomplete."""
+        return tuple((dp_rank, self._name(dp_rank)) for dp_rank in sorted(self._replicas))
+
+    def _name(self, dp_rank: int) -> str:
+        if dp_rank not in self._names:
+            replica = self._replicas[dp_rank]
+            missing = self._missing(dp_rank)
+            self._names[dp_rank] = (
+                "" if missing else _digest([replica[place].entry.manifest for place in sorted(replica)])
+            )
+        return self._names[dp_rank]
+
     def topology(self, dp_rank: int) -> Topology:
         """The replica's ranks once all have reported, else what is missing."""
         replica = self._replicas.get(dp_rank, {})
@@ -105,7 +148,7 @@ class Registry:
             incarnation=self._incarnation,
             dp_rank=dp_rank,
             ready=True,
-            topology=_digest([entry.manifest for entry in ordered]),
+            topology=self._name(dp_rank),
             ranks=tuple(ordered),
         )
 
@@ -115,6 +158,10 @@ class Registry:
             return f"no rank of prefill replica {dp_rank} has reported yet"
         tp_size, pp_size, _ = next(iter(replica.values())).sizes
         expected = tp_size * pp_size
+        away = [rank.manifest.label for rank in replica.values() if rank.identity in self._away]
+        if len(replica) == expected and away:
+            named, more = ", ".join(away[:MAX_NAMED]), len(away) - MAX_NAMED
+            return f"the connection to {named}{f' and {more} more' if more > 0 else ''} is broken"
         if len(replica) == expected:
             nbytes = sum(len(rank.entry.manifest) for rank in replica.values())
             too_large = nbytes + expected * _ENTRY_BYTES > MAX_TOPOLOGY_BYTES

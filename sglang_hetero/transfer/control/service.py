@@ -9,10 +9,12 @@ from types import TracebackType
 import zmq
 from msgspec.structs import replace
 
-from sglang_hetero.errors import ControlError, HeteroError, MessageError
+from sglang_hetero.errors import ControlError, HeteroError, MessageError, SealError
 
 from .. import fields, messages
-from ..messages import FirstGeneration, Hello, Message, Ping, Target, TopologyRequest
+from ..faults import Faults
+from ..messages import FirstGeneration, Hello, Message, Ping, Pong, Target, TopologyRequest
+from ..seal import Purpose, Seal
 from . import common
 from .parking import Parking
 from .registry import Registry
@@ -24,7 +26,7 @@ PARK_SECONDS = 60.0
 PARK_MESSAGES = 4096
 PARK_BYTES = 64 << 20
 SWEEP_MS = 1_000
-"""How often what has been parked too long is looked for."""
+"""How often what has been parked too long is looked for, and prefill ranks whose connection is broken."""
 
 
 class ControlService:
@@ -35,11 +37,13 @@ class ControlService:
     what a peer cannot take is parked or, where it would ask again, left. Raises ControlError if it cannot listen there.
     """
 
-    def __init__(self, host: str, *, park_seconds: float = PARK_SECONDS) -> None:
+    def __init__(self, host: str, *, seal: Seal | None = None, park_seconds: float = PARK_SECONDS) -> None:
         self.host = host
+        self._seal = seal or Seal()
         self.failure: BaseException | None = None
-        self._faults = common.Faults("control service", log)
-        self._registry = Registry(uuid.uuid4().hex)
+        self._faults = Faults("control service", log)
+        self._incarnation = uuid.uuid4().hex
+        self._registry = Registry(self._incarnation)
         self._parking = Parking(park_seconds, PARK_MESSAGES, PARK_BYTES)
         self._answers: dict[int, bytes] = {}  # encoded topologies, which many ranks ask for
         self._context = zmq.Context()
@@ -67,6 +71,23 @@ class ControlService:
     def counts(self) -> dict[str, int]:
         """How often what went wrong, by kind."""
         return self._faults.counts
+
+    @property
+    def ranks(self) -> int:
+        """Prefill ranks that have reported."""
+        return len(self._registry)
+
+    @property
+    def parked(self) -> int:
+        """Messages that wait for a connection."""
+        return len(self._parking)
+
+    @property
+    def fault(self) -> str:
+        """That the thread has ended although nobody has closed it, and why; else an empty text."""
+        if self._closing or (self.failure is None and self._thread.is_alive()):
+            return ""
+        return f"the control service on port {self.port} has ended, requests fail: {self.failure}"
 
     def close(self) -> None:
         """Stop and free everything; may be called again. Takes at most CLOSE_SECONDS and LINGER_MS."""
@@ -100,6 +121,7 @@ class ControlService:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
+        sweep = time.monotonic()
         while not self._closing:
             poller.poll(SWEEP_MS)
             self._wake.clear()
@@ -109,20 +131,41 @@ class ControlService:
                 except zmq.Again:
                     break
                 self._receive(frames)
-            expired = self._parking.expire(time.monotonic())
-            if expired:
-                self._faults.note("expired", f"{expired} messages for ranks that did not come back")
+            now = time.monotonic()
+            if now >= sweep:
+                sweep = now + SWEEP_MS / 1000
+                try:
+                    self._sweep(now)
+                except Exception as error:
+                    self._faults.note(f"{type(error).__name__} at the sweep", error, traceback=True)
+
+    def _sweep(self, now: float) -> None:
+        expired = self._parking.expire(now)
+        if expired:
+            self._faults.note("expired", f"{expired} messages for ranks that did not come back")
+        for identity in self._registry.connected():
+            # Only sending tells that a connection is broken: the process has ended, or ZeroMQ's heartbeat was not
+            # answered. Then decode must not be told that the replica is complete.
+            if self._deliver(identity, self._pong(True)) == zmq.EHOSTUNREACH:
+                log.warning("the connection to %s is broken", self._registry.left(identity))
+                self._answers.clear()
 
     def _receive(self, frames: list[bytes]) -> None:
         name = "message"
         try:
             if len(frames) != 2:
                 raise MessageError(f"{len(frames)} frames, must be the sender's identity and a message")
-            identity, payload = frames
-            message = messages.decode(payload)
+            identity, sealed = frames
+            # The identity is what a connection calls itself; the seal is of who has it.
+            message = messages.decode(self._seal.open(sealed, Purpose.TO_SERVICE, identity))
             name = type(message).__name__
+            if self._registry.back(identity):
+                log.info("the connection to %s is there again", _shown(identity))
+                self._answers.clear()
             self._parking.deliver(identity, lambda parked: self._send(identity, parked))
             self._handle(identity, message)
+        except SealError as error:
+            self._faults.note("unsealed", error)
         except HeteroError as error:
             self._faults.note(f"bad {name}", error)
         except Exception as error:
@@ -130,8 +173,8 @@ class ControlService:
 
     def _handle(self, identity: bytes, message: Message) -> None:
         match message:
-            case Ping():
-                pass  # what was parked has been delivered
+            case Ping():  # what was parked has been delivered
+                self._send(identity, self._pong(self._registry.knows(identity, message.incarnation)))
             case TopologyRequest():
                 if not self._send(identity, self._answer(message.dp_rank)):
                     self._faults.note("unanswered", f"{_shown(identity)} cannot take a Topology, and will ask again")
@@ -141,6 +184,9 @@ class ControlService:
                 self._relay(identity, message)
             case _:
                 raise MessageError(f"{_shown(identity)} sent it to the control service, where it has no business")
+
+    def _pong(self, known: bool) -> bytes:
+        return messages.encode(Pong(incarnation=self._incarnation, known=known, topologies=self._registry.names()))
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
         manifest, changed = self._registry.accept(hello, identity)
@@ -174,13 +220,18 @@ class ControlService:
 
     def _send(self, identity: bytes, payload: bytes) -> bool:
         """False if the peer is not connected or cannot take more now."""
+        return not self._deliver(identity, payload)
+
+    def _deliver(self, identity: bytes, payload: bytes) -> int:
+        """0, or EHOSTUNREACH: the peer is not connected, or EAGAIN: it cannot take more now."""
         try:
-            self._socket.send_multipart([identity, payload], zmq.DONTWAIT)
+            sealed = self._seal.seal(payload, Purpose.FROM_SERVICE, identity)
+            self._socket.send_multipart([identity, sealed], zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
+                return int(error.errno)
             raise
-        return True
+        return 0
 
 
 def _shown(identity: bytes) -> str:

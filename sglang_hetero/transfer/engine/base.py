@@ -54,6 +54,10 @@ class Engine(Protocol):
     def read(self, session: str, local: npt.ArrayLike, remote: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         """Copy bytes of the peer here; returns when local memory has them all. In no order. EngineError."""
 
+    @property
+    def sees_ends(self) -> bool:
+        """Whether `peer_gone` can tell at all that a process has ended."""
+
     def peer_gone(self, session: str) -> bool:
         """Whether it is certain that the peer's process has ended: nothing of it can be on its way. May take seconds"""
 

@@ -248,6 +248,10 @@ class LoopbackEngine:
     def busy_waits(self) -> bool:
         return False
 
+    @property
+    def sees_ends(self) -> bool:
+        return True
+
     def peer_gone(self, session: str) -> bool:
         return not self._fabric.has(session)
 

@@ -20,6 +20,7 @@ class MemFabric(NativeEngine):
     """On SGLang's AscendTransferEngine, whose batch_register logs a refusal at DEBUG level and goes on."""
 
     name = "MemFabric"
+    sees_ends = False
 
     def __init__(self, upstream: Any, limits: Limits = LIMITS) -> None:
         super().__init__(upstream, limits)

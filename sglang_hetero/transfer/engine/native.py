@@ -14,6 +14,9 @@ from .base import Batch, EngineError, Region, check_batch, check_regions, descri
 Code = int | str
 """What a native call returned (0: success), or the text of what it raised."""
 NativeTransfer = Callable[[str, list[int], list[int], list[int]], int]
+MAX_PEERS = 4096
+"""Sessions whose books are kept, the latest used: a fleet has fewer at a time, but each start of a process makes a new
+one."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class NativeEngine(ABC):
     """
 
     name: ClassVar[str]
+    sees_ends: bool = True
 
     def __init__(self, upstream: Any, limits: Limits) -> None:
         self._native = upstream.engine
@@ -100,7 +104,18 @@ class NativeEngine(ABC):
     def _transfer(self, what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
         self._refuse_closed()
         with self._lock:
-            peer = self._peers.setdefault(session, _Peer(self._limits.outstanding))
+            peer = self._peers.pop(session, None) or _Peer(self._limits.outstanding)
+            self._peers[session] = peer
+            peer.users += 1
+            if len(self._peers) > MAX_PEERS:
+                self._peers.pop(next((name for name, each in self._peers.items() if not each.users), ""), None)
+        try:
+            self._transfer_to(peer, what, native, session, batch)
+        finally:
+            with self._lock:
+                peer.users -= 1
+
+    def _transfer_to(self, peer: "_Peer", what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
         for part in split(batch, descriptors=self._limits.descriptors, first=1 if peer.in_doubt else None):
             with peer.room(len(part)):
                 code = call(native, session, part.local.tolist(), part.remote.tolist(), part.sizes.tolist())
@@ -130,6 +145,8 @@ class _Peer:
         # Whoever waits for room holds this, so that small calls do not starve a large one.
         self._queue = threading.Lock()
         self.in_doubt = False
+        self.users = 0
+        """Transfers that are under way or wait for room; the engine's lock guards it."""
 
     @contextmanager
     def room(self, descriptors: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Decode side of a transfer: what has arrived of a request, when it is complete, and when its units are free again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeAlias, TypeVar
@@ -45,22 +45,15 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Complete:
-    """Tell every source that this destination is finished; the request may go on here."""
+class Settle:
+    """The request has ended here, well (no reason) or not: the one action in which every way to end results, once.
 
+    Well: tell every source that this destination is finished; the request may go on here. Not: tell every source, also
+    those that know nothing of the room yet, to stop and to answer when it has drained; its pages may be freed as soon
+    as no merge is running (`Receiving.merging`).
+    """
 
-@dataclass(frozen=True)
-class Abort:
-    """Tell every source, also those that know nothing of the room yet, to stop and to answer when it has drained."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The request fails here. Its pages may be freed as soon as no merge is running (`Receiving.merging`)."""
-
-    reason: str
+    reason: str | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ class ReturnUnits:
     """Nobody reads or writes the units any more: give them back, or give up the wait for them."""
 
 
-Action: TypeAlias = Merge[P] | Ack | Pull | Complete | Abort | Failed | ReturnUnits
+Action: TypeAlias = Merge[P] | Ack | Pull | Settle | ReturnUnits
 
 
 class ReceivingStatus(StrEnum):
@@ -104,16 +97,19 @@ class _Progress(Generic[P]):
 class Receiving(Generic[P]):
     """One room at one decode rank: it is given events and answers with the actions to carry out, in that order."""
 
-    def __init__(self, stages: tuple[Stage, ...], pulls: bool = False) -> None:
-        """pulls: the state mode reads something after the last piece (`Pull`). Raises ProtocolError for stages
-        without a source or a unit, or a source in two of them."""
+    def __init__(
+        self, stages: tuple[Stage, ...], pulls: bool = False, lacking: Callable[[], str] | None = None
+    ) -> None:
+        """pulls: the state mode reads something after the last piece (`Pull`). lacking: asked when all that was told
+        has arrived: what is missing all the same, or an empty text. Raises ProtocolError for stages without a source or
+        a unit, or a source in two of them."""
         self._stages = stages
         self._stage_of = {source: index for index, stage in enumerate(stages) for source in stage.sources}
         if sum(len(stage.sources) for stage in stages) != len(self._stage_of):
             raise ProtocolError(f"a source belongs to one stage: {stages}")
         if not stages or any(stage.window < 1 or not stage.sources for stage in stages):
             raise ProtocolError(f"a transfer has stages, each with a source and a unit: {stages}")
-        self._pulls = pulls
+        self._pulls, self._lacking = pulls, lacking
         self._status = ReceivingStatus.QUEUED
         self._reason: str | None = None
         self._bound = False
@@ -124,6 +120,7 @@ class Receiving(Generic[P]):
         self._pulled = False
         self._stopped: set[int] = set()  # sources that have drained or are gone
         self._units_home = False
+        self._news = 0
 
     @property
     def status(self) -> ReceivingStatus:
@@ -150,6 +147,16 @@ class Receiving(Generic[P]):
         if not self._bound or self._status is ReceivingStatus.COMPLETE:
             return frozenset()
         return frozenset(self._stage_of) - self._stopped
+
+    @property
+    def acknowledged(self) -> tuple[int, ...]:
+        """Per stage, below which number all pieces are merged: what the last `Ack` said. Empty after the end."""
+        return tuple(progress.acked for progress in self._progress)
+
+    @property
+    def news(self) -> int:
+        """Grows whenever an event says something that was not known; repetitions are none."""
+        return self._news
 
     @property
     def units_home(self) -> bool:
@@ -197,6 +204,7 @@ class Receiving(Generic[P]):
         if source in arrival.sources:
             return ()
         arrival.sources.add(source)
+        self._news += 1
         if arrival.sources != sharers:
             return ()
         self._merging.add((index, seq))
@@ -208,6 +216,7 @@ class Receiving(Generic[P]):
             return ()
         index, progress = self._of(source)
         self._agree(index, total, f"source {source}")
+        self._news += source not in progress.closed
         progress.closed.add(source)
         return self._advance()
 
@@ -220,6 +229,7 @@ class Receiving(Generic[P]):
             return self._return_units()
         progress = self._progress[stage]
         progress.arrivals[seq].merged = True
+        self._news += 1
         before = progress.acked
         while progress.acked in progress.arrivals and progress.arrivals[progress.acked].merged:
             progress.acked += 1
@@ -236,6 +246,7 @@ class Receiving(Generic[P]):
         self._must_be_bound("FirstGeneration")
         for index, total in (totals or {}).items():
             self._agree(index, total, "FirstGeneration")
+        self._news += not self._generated
         self._generated = True
         return self._advance()
 
@@ -247,6 +258,7 @@ class Receiving(Generic[P]):
         if self._status is ReceivingStatus.FAILED:
             return self._return_units()
         self._pulled = True
+        self._news += 1
         return self._advance()
 
     def fail(self, reason: str) -> tuple[Action[P], ...]:
@@ -254,12 +266,7 @@ class Receiving(Generic[P]):
 
         The first reason is kept; no effect after the end.
         """
-        if self._ended:
-            return ()
-        self._status = ReceivingStatus.FAILED
-        self._reason = reason
-        self._progress.clear()  # late announcements are not looked at
-        return (Abort(reason), Failed(reason), *self._return_units())
+        return () if self._ended else self._settle(reason)
 
     def peer_failed(self, source: int, reason: str) -> tuple[Action[P], ...]:
         """A source gives the room up. It has to be told like the others, and to drain like them."""
@@ -282,6 +289,7 @@ class Receiving(Generic[P]):
         self._check_source(source)
         if self._status is ReceivingStatus.COMPLETE:
             return ()
+        self._news += source not in self._stopped
         self._stopped.add(source)
         return self.fail(reason) or self._return_units()
 
@@ -324,9 +332,15 @@ class Receiving(Generic[P]):
             self._pulling = True
             return (Pull(),)
         # All sources have announced everything, so none of them can have a write in flight or begin another one.
-        self._status = ReceivingStatus.COMPLETE
-        self._progress.clear()
-        return (Complete(), *self._return_units())
+        return self._settle((self._lacking() if self._lacking else "") or None)
+
+    def _settle(self, reason: str | None) -> tuple[Action[P], ...]:
+        """Every way to end comes through here, once: everything is here, or the reason why it never will be."""
+        self._status = ReceivingStatus.COMPLETE if reason is None else ReceivingStatus.FAILED
+        self._reason = reason
+        self._news += 1
+        self._progress.clear()  # late announcements are not looked at
+        return (Settle(reason), *self._return_units())
 
     def _return_units(self) -> tuple[Action[P], ...]:
         """Called once the room has ended, after everything that may be the last thing to wait for."""

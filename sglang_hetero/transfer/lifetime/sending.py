@@ -36,6 +36,7 @@ class Sending:
         self._in_doubt = False
         self._status = SendingStatus.SENDING
         self._reason: str | None = None
+        self._news = 0
 
     @property
     def status(self) -> SendingStatus:
@@ -60,6 +61,22 @@ class Sending:
     def taken(self) -> int:
         """All pieces below this have been taken for writing."""
         return self._next
+
+    @property
+    def announced(self) -> range:
+        """Pieces that are written, or passed over, and not acknowledged: what a lost message may have told."""
+        written = self._batch.start if self._batch is not None else self._next
+        return range(self._acked, max(self._acked, written))
+
+    @property
+    def news(self) -> int:
+        """Grows whenever an event brings the room forward; repetitions do not."""
+        return self._news
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether bytes of a failed write may still arrive: then the room never drains."""
+        return self._in_doubt
 
     @property
     def in_flight(self) -> bool:
@@ -95,12 +112,14 @@ class Sending:
             raise ProtocolError(f"{count} more pieces, after the stage was closed with {self._produced}")
         self._owed.extend(self._produced + index for index in range(count) if index not in left_out)
         self._produced += count
+        self._news += count > 0
         self._check_acked(self._acked)
 
     def close(self) -> None:
         """No more pieces follow. Raises ProtocolError if the destination has acknowledged more than there are."""
         if self._status is not SendingStatus.SENDING:
             return
+        self._news += not self._closed
         self._closed = True
         self._check_acked(self._acked)
 
@@ -113,6 +132,7 @@ class Sending:
         if self._status is not SendingStatus.SENDING:
             return
         self._check_acked(upto)
+        self._news += upto > self._acked
         self._acked = max(self._acked, upto)
 
     def take(self, limit: int) -> range:
@@ -132,6 +152,7 @@ class Sending:
         Raises ProtocolError if none is in flight.
         """
         batch = self._end_batch()
+        self._news += 1
         while self._owed and self._owed[0] < batch.stop:
             self._owed.popleft()
 
@@ -149,8 +170,9 @@ class Sending:
         in_doubt: bytes of it may still arrive; then the room never drains, and only the end of the session frees the
         destination's units. Raises ProtocolError if none is in flight.
         """
-        self._end_batch()
-        self._in_doubt = in_doubt
+        batch = self._end_batch()
+        # What was only passed over was never given to the engine.
+        self._in_doubt = in_doubt and bool(self._owed) and self._owed[0] < batch.stop
         self.abort(reason)
 
     def finished(self) -> None:
@@ -161,13 +183,18 @@ class Sending:
             raise ProtocolError(f"the destination is finished, but only {self._produced} pieces exist so far")
         if self._owed:
             raise ProtocolError(f"the destination is finished, but piece {self._owed[0]} was not written yet")
-        self._status = SendingStatus.FINISHED
+        self._settle(None)
 
     def abort(self, reason: str) -> None:
         """Stop, whoever wants it. What is in flight stays so; the first reason is kept; no effect after the end."""
         if self._status is SendingStatus.SENDING:
-            self._status = SendingStatus.FAILED
-            self._reason = reason
+            self._settle(reason)
+
+    def _settle(self, reason: str | None) -> None:
+        """Every way to end comes through here, once: the destination has everything, or the reason why it will not."""
+        self._status = SendingStatus.FINISHED if reason is None else SendingStatus.FAILED
+        self._reason = reason
+        self._news += 1
 
     def _end_batch(self) -> range:
         if self._batch is None:

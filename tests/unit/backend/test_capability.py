@@ -8,8 +8,9 @@ import pytest
 
 from sglang_hetero.backend import capability
 from sglang_hetero.backend.bootstrap import ROUTE, Capability
-from sglang_hetero.errors import TransferRefused
+from sglang_hetero.errors import PeerAway, TransferRefused
 from sglang_hetero.transfer import messages
+from sglang_hetero.transfer.seal import Seal
 
 OURS = {"version": messages.VERSION, "control_port": 1234, "mode": "auto", "unsupported": []}
 
@@ -41,16 +42,44 @@ def server():
 def test_our_server_says_where_its_control_service_is(server):
     address, answers = server
     answers[ROUTE] = (200, json.dumps(OURS).encode())
-    assert capability.offer(address) == Capability(messages.VERSION, 1234, "auto", ())
+    assert capability.offer(address, Seal()) == Capability(messages.VERSION, 1234, "auto", ())
 
 
 def test_a_stock_server_offers_nothing(server):
     address, _ = server
-    assert capability.offer(address) is None
+    with pytest.raises(TransferRefused, match=f"{address} has no /hetero: install sglang-hetero there"):
+        capability.offer(address, Seal())
 
 
-def test_a_server_that_is_not_there_offers_nothing_yet():
-    assert capability.offer("127.0.0.1:1") is None
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1"])
+def test_a_server_that_is_not_there_may_come(address):
+    with pytest.raises(PeerAway, match="nobody listens") as error:
+        capability.offer(address, Seal())
+    assert error.value.refused
+
+
+@pytest.mark.parametrize(
+    "address", ["", ":", "a:b:c", "x y:1", "127.0.0.1:99999", "a/b?c:1", "\n:1", "é:1", "localhost:"]
+)
+def test_what_is_no_address_is_nobody(address):
+    """It comes with a request, from whoever may send one."""
+    with pytest.raises(PeerAway):
+        capability.offer(address, Seal())
+
+
+def test_an_answer_without_end_is_none(server, monkeypatch):
+    address, answers = server
+    monkeypatch.setattr(capability, "MAX_REPLY", 100)
+    answers[ROUTE] = (200, b" " * 101)
+    with pytest.raises(PeerAway, match="more than 100 bytes"):
+        capability.offer(address, Seal())
+
+
+def test_nobody_is_sent_elsewhere(server):
+    address, answers = server
+    answers[ROUTE] = (302, b"")
+    with pytest.raises(PeerAway, match="302"):
+        capability.offer(address, Seal())
 
 
 @pytest.mark.parametrize(
@@ -58,7 +87,8 @@ def test_a_server_that_is_not_there_offers_nothing_yet():
     [
         (OURS | {"version": 99}, "speaks version 99 of our messages.*install the same release"),
         (OURS | {"mode": "perhaps"}, "perhaps"),
-        (OURS | {"surprise": 1}, "surprise"),
+        (OURS | {"version": 99, "control_port": {"more": 1}}, "speaks version 99.*install the same release"),
+        ({"surprise": 1}, "speaks version 0 .*install the same release"),
         (OURS | {"control_port": "x"}, "control_port"),
         ([], "/hetero"),
     ],
@@ -67,4 +97,4 @@ def test_what_is_not_ours_is_refused(server, answer, reason):
     address, answers = server
     answers[ROUTE] = (200, json.dumps(answer).encode())
     with pytest.raises(TransferRefused, match=reason):
-        capability.offer(address)
+        capability.offer(address, Seal())

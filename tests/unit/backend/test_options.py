@@ -22,6 +22,7 @@ ALLOWED = [
     ("SGLANG_HETERO_VERIFY", "1", "verify", True),
     ("SGLANG_HETERO_LAYERWISE", "0", "layerwise", False),
     ("SGLANG_HETERO_TRACE", "out/trace", "trace", "out/trace"),
+    ("SGLANG_HETERO_TOKEN_FILE", "etc/token", "token_file", "etc/token"),
 ]
 
 REFUSED = [
@@ -36,6 +37,7 @@ REFUSED = [
     ("SGLANG_HETERO_WINDOW_TIMEOUT", ["", "0", "-1", "nan", "inf", "86401", "5s"]),
     ("SGLANG_HETERO_STALL_TIMEOUT", ["0", "-inf"]),
     ("SGLANG_HETERO_TRACE", ["", " ", "a\0b"]),
+    ("SGLANG_HETERO_TOKEN_FILE", ["", " ", "a\0b"]),
 ]
 
 

@@ -47,8 +47,8 @@ def follower(recorder):
     made = Follower("test", recorder, tells_end=False)
     yield made
     made.stop()
-    made.thread.join(SECONDS)
-    assert not made.thread.is_alive()
+    made.worker.thread.join(SECONDS)
+    assert not made.worker.thread.is_alive()
 
 
 def begun(*rooms: int, placed: Placed | None = None, last: bool = False) -> list[Begun]:
@@ -130,7 +130,7 @@ def test_the_end_of_a_pass_is_told_where_nobody_else_does():
     until(lambda: len(recorder.told) == 3)
     assert recorder.told[1:] == [(2, "computed", True), (2, COMPLETE)]
     follower.stop()
-    follower.thread.join(SECONDS)
+    follower.worker.thread.join(SECONDS)
 
 
 def test_stop_while_a_device_never_comes_to_an_end(recorder):
@@ -138,8 +138,8 @@ def test_stop_while_a_device_never_comes_to_an_end(recorder):
     follower.put(Note(begun(1), COMPLETE, lambda: False))
     time.sleep(0.01)
     follower.stop()
-    follower.thread.join(SECONDS)
-    assert not follower.thread.is_alive() and recorder.told == []
+    follower.worker.thread.join(SECONDS)
+    assert not follower.worker.thread.is_alive() and recorder.told == []
 
 
 def test_a_move_is_told_when_its_place_can_be_read_and_in_its_turn(recorder, follower):

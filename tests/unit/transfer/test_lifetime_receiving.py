@@ -7,15 +7,13 @@ import pytest
 
 from sglang_hetero.errors import ProtocolError
 from sglang_hetero.transfer.lifetime import (
-    Abort,
     Ack,
-    Complete,
-    Failed,
     Merge,
     Pull,
     Receiving,
     ReceivingStatus,
     ReturnUnits,
+    Settle,
     Stage,
 )
 
@@ -46,26 +44,26 @@ def merging() -> Machine:
 
 def complete() -> Machine:
     receiving = merging()
-    assert receiving.merged(0, 0) == (Ack(0, 1), Complete(), ReturnUnits())
+    assert receiving.merged(0, 0) == (Ack(0, 1), Settle(None), ReturnUnits())
     return receiving
 
 
 def failed_unbound() -> Machine:
     receiving = queued()
-    assert receiving.fail("first") == (Abort("first"), Failed("first"), ReturnUnits())
+    assert receiving.fail("first") == (Settle("first"), ReturnUnits())
     return receiving
 
 
 def failed() -> Machine:
     receiving = opened()
-    assert receiving.fail("first") == (Abort("first"), Failed("first"))
+    assert receiving.fail("first") == (Settle("first"),)
     return receiving
 
 
 def failed_merging() -> Machine:
     """Source 1 has drained; source 0 has not, and a merge is running."""
     receiving = merging()
-    assert receiving.fail("first") == (Abort("first"), Failed("first"))
+    assert receiving.fail("first") == (Settle("first"),)
     assert receiving.drained(1) == ()
     return receiving
 
@@ -87,11 +85,11 @@ NO = "ProtocolError"
 
 
 def failing(reason: str, *more: Any) -> tuple[Any, ...]:
-    return (Abort(reason), Failed(reason), *more)
+    return (Settle(reason), *more)
 
 
 STOPPED, GONE = "source 0 has stopped", "source 0 is gone"
-END = (Ack(0, 1), Complete(), ReturnUnits())
+END = (Ack(0, 1), Settle(None), ReturnUnits())
 HOME = ReturnUnits()
 # The actions, in the order of STATES.
 TABLE: dict[str, tuple[Any, ...]] = {
@@ -126,9 +124,9 @@ def test_event_in_state(state: Callable[[], Machine], event: str) -> None:
         return
     actions = EVENTS[event](receiving)
     assert actions == expected
-    if Complete() in actions:
+    if Settle(None) in actions:
         assert receiving.status is COMPLETE
-    elif any(isinstance(action, Failed) for action in actions):
+    elif any(isinstance(action, Settle) for action in actions):
         assert receiving.status is FAILED
         assert receiving.reason in ("second", STOPPED, GONE)
     else:
@@ -237,9 +235,9 @@ def test_complete_when_nothing_is_missing_whatever_comes_last(late: str) -> None
     }
     for name, event in events.items():
         if name != late:
-            assert Complete() not in event()
+            assert Settle(None) not in event()
     assert receiving.status is OPEN
-    assert events[late]()[-2:] == (Complete(), ReturnUnits())
+    assert events[late]()[-2:] == (Settle(None), ReturnUnits())
 
 
 def test_a_stage_without_pieces() -> None:
@@ -247,7 +245,7 @@ def test_a_stage_without_pieces() -> None:
     receiving.bound()
     receiving.first_generation({0: 0, 1: 0})
     assert receiving.total(0, 0) == ()
-    assert receiving.total(1, 0) == (Complete(), ReturnUnits())
+    assert receiving.total(1, 0) == (Settle(None), ReturnUnits())
 
 
 def reading() -> Machine:
@@ -262,7 +260,7 @@ def reading() -> Machine:
 def test_what_is_read_comes_after_the_last_piece() -> None:
     receiving = reading()
     assert receiving.first_generation(None) == receiving.total(0, 0) == ()
-    assert receiving.pulled() == (Complete(), ReturnUnits())
+    assert receiving.pulled() == (Settle(None), ReturnUnits())
 
 
 def test_units_are_not_home_while_they_are_read_into() -> None:
@@ -295,3 +293,59 @@ def test_an_unknown_source_is_refused(state: Callable[[], Machine], event: str) 
 def test_impossible_stages_are_refused(stages: tuple[Stage, ...]) -> None:
     with pytest.raises(ProtocolError):
         Receiving(stages)
+
+
+def test_repetitions_are_no_news() -> None:
+    receiving = opened()
+    seen = [receiving.news]
+    for event in (
+        lambda: receiving.ready(0, 0, "K", BOTH),
+        lambda: receiving.ready(1, 0, "K", BOTH),
+        lambda: receiving.total(0, 2),
+        lambda: receiving.total(1, 2),
+        lambda: receiving.first_generation({0: 2}),
+    ):
+        event()
+        seen.append(receiving.news)
+        event()
+        assert receiving.news == seen[-1]
+    receiving.merged(0, 0)
+    seen.append(receiving.news)
+    receiving.ready(0, 0, "K", BOTH)
+    assert receiving.news == seen[-1]
+    receiving.fail("why")
+    seen.append(receiving.news)
+    receiving.ready(0, 1, "K", BOTH)
+    receiving.total(0, 2)
+    assert receiving.news == seen[-1]
+    receiving.drained(0)
+    seen.append(receiving.news)
+    receiving.drained(0)
+    assert receiving.news == seen[-1]
+    assert seen == sorted(set(seen)), "something new was not seen"
+
+
+def test_what_is_lacking_when_all_has_arrived_is_a_failure() -> None:
+    """Its sources have to drain like those of any other request that fails."""
+    lacking = ["the last page"]
+    receiving: Machine = Receiving((Stage((0,), 1),), lacking=lambda: lacking[0])
+    receiving.bound()
+    receiving.first_generation(None)
+    assert receiving.total(0, 0) == (Settle("the last page"),)
+    assert receiving.status is FAILED
+    assert receiving.drained(0) == (ReturnUnits(),)
+    lacking[0] = ""
+    receiving = Receiving((Stage((0,), 1),), lacking=lambda: lacking[0])
+    receiving.bound()
+    receiving.first_generation(None)
+    assert receiving.total(0, 0) == (Settle(None), ReturnUnits())
+
+
+def test_what_was_acknowledged_last() -> None:
+    receiving: Machine = Receiving((Stage((0,), 2), Stage((1,), 2)))
+    receiving.bound()
+    receiving.ready(1, 0, "K", frozenset({1}))
+    receiving.merged(1, 0)
+    assert receiving.acknowledged == (0, 1)
+    receiving.fail("why")
+    assert not receiving.acknowledged

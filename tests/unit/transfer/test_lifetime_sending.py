@@ -229,3 +229,61 @@ def test_rooms_used_last_are_remembered() -> None:
         epochs.open("d", room, epoch=0)
     assert not epochs.open("d", room=1, epoch=0)
     assert epochs.open("d", room=2, epoch=0)
+
+
+def test_what_was_only_passed_over_is_never_in_doubt() -> None:
+    """Nothing of it was given to the engine: a destination that has finished meanwhile is not waited for."""
+    sending = fresh()
+    sending.produced(1, (0,))
+    sending.close()
+    assert sending.take(1) == range(1)
+    sending.finished()
+    sending.write_failed("the digests", in_doubt=True)
+    assert sending.drained
+    assert not sending.in_doubt
+    sending = in_flight()
+    sending.write_failed("engine", in_doubt=True)
+    assert not sending.drained
+
+
+def test_what_is_announced_and_not_acknowledged() -> None:
+    sending = fresh()
+    assert sending.announced == range(0)
+    sending.produced(3, ())
+    sending.take(1)
+    assert not sending.announced, "it is being written"
+    sending.wrote()
+    sending.take(1)
+    assert sending.announced == range(1)
+    sending.wrote()
+    assert sending.announced == range(2)
+    sending.acked(1)
+    assert sending.announced == range(1, 2)
+    sending.take(1)
+    sending.take_back()
+    assert sending.announced == range(1, 2)
+
+
+def test_repetitions_are_no_news() -> None:
+    sending = fresh()
+    seen = [sending.news]
+    sending.produced(1, ())
+    seen.append(sending.news)
+    sending.close()
+    seen.append(sending.news)
+    sending.close()
+    assert sending.news == seen[-1]
+    sending.take(1)
+    sending.wrote()
+    seen.append(sending.news)
+    sending.acked(1)
+    seen.append(sending.news)
+    sending.acked(1)
+    sending.acked(0)
+    assert sending.news == seen[-1]
+    sending.finished()
+    seen.append(sending.news)
+    sending.finished()
+    sending.abort("late")
+    assert sending.news == seen[-1]
+    assert seen == sorted(set(seen)), "something new was not seen"

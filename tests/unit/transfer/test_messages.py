@@ -26,6 +26,8 @@ REGISTER = m.Register(
 )
 BIND = m.Bind(
     **HEAD,
+    source="p",
+    use="d 1",
     rank=1,
     ranks=2,
     tokens_max=900,
@@ -69,6 +71,7 @@ ALL = [
     m.Failed(**HEAD, source=2, reason="no memory"),
     m.Hello(**HEAD, manifest=b"m", host="10.0.0.1", port=65_535, session="10.0.0.1:7"),
     m.TopologyRequest(**HEAD, dp_rank=2),
+    m.Pong(**HEAD, known=True, topologies=((0, "t"), (3, ""))),
     m.Ping(**HEAD),
 ]
 
@@ -180,6 +183,7 @@ def test_a_large_topology_is_for_who_asks_for_it():
 
 WRONG = {
     "no incarnation": (m.Ping(), "length >= 1"),
+    "a replica twice": (m.Pong(**HEAD, topologies=((1, "t"), (1, "u"))), "ascending"),
     "unprintable incarnation": (m.Ping(incarnation="a\n"), "incarnation"),
     "negative room": (m.Ping(**HEAD | {"room": -1}), "room"),
     "huge room": (m.Ping(**HEAD | {"room": 2**63}), "room"),
@@ -240,8 +244,8 @@ def test_what_cannot_be_is_refused_on_both_sides(name):
 def test_fields_and_kinds_that_we_do_not_know():
     with pytest.raises(MessageError, match="unknown field `more`"):
         m.decode(framed({**body(ALL[-1]), "more": 1}))
-    with pytest.raises(MessageError, match="Pong"):
-        m.decode(framed({**body(ALL[-1]), "type": "Pong"}))
+    with pytest.raises(MessageError, match="Pang"):
+        m.decode(framed({**body(ALL[-1]), "type": "Pang"}))
     for tree in (None, 1, [], {}, "Ping", {"room": 1}):
         with pytest.raises(MessageError):
             m.decode(framed(tree))

@@ -175,3 +175,30 @@ def test_a_process_that_just_ends():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert "no rank of prefill replica 0" in done.stdout
     assert done.stderr == ""
+
+
+def test_a_connection_that_breaks_is_known_at_once_and_until_something_comes_again():
+    breaks = []
+    with ControlService(HOST) as service:
+        port = service.port
+        d0 = ControlClient(
+            HOST,
+            port,
+            identity=b"d0",
+            incarnation="i",
+            on_message=print,
+            on_broken=lambda: breaks.append(1),
+            heartbeat_seconds=0.02,
+        )
+        until(lambda: d0.pong)
+        assert not d0.broken
+    with d0:
+        until(lambda: d0.broken and breaks == [1])
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as sock:
+            sock.bind(f"tcp://{HOST}:{port}")
+            identity, _ = sock.recv_multipart()
+            assert d0.broken
+            sock.send_multipart([identity, m.encode(m.Pong(incarnation="another"))])
+            until(lambda: not d0.broken)
+        until(lambda: d0.broken and breaks == [1, 1])
+    assert d0.counts == {}

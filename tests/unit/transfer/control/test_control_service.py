@@ -90,6 +90,60 @@ def test_a_question_is_repeated(service, monkeypatch):
         assert found[0].ready
 
 
+# --- who is there
+
+
+def test_a_sign_of_life_is_answered_with_who_is_there(service):
+    with (
+        client(service.port, b"p0", "a-0.0.0", heartbeat_seconds=0.02) as p0,
+        client(service.port, b"d0", heartbeat_seconds=0.02) as d0,
+    ):
+        until(lambda: d0.pong)
+        assert (d0.pong.known, d0.pong.topologies) == (False, ())
+        until(lambda: p0.pong)
+        assert not p0.pong.known, "so that the rank reports again"
+        p0.send(hello(0))
+        until(lambda: d0.pong.topologies == ((0, ""),))
+        until(lambda: p0.pong.known)
+        with client(service.port, b"p1") as p1:
+            p1.send(hello(1))
+            until(lambda: d0.pong.topologies == ((0, d0.topology(1).topology),))
+    assert service.counts == {}
+
+
+def test_another_service_at_the_same_place_has_another_name(service):
+    with client(service.port, b"d0", heartbeat_seconds=0.02) as d0, ControlService(HOST) as other:
+        until(lambda: d0.pong)
+        with client(other.port, b"d0", heartbeat_seconds=0.02) as d1:
+            until(lambda: d1.pong)
+            assert d1.pong.incarnation != d0.pong.incarnation
+
+
+def test_silence_is_measured(service):
+    with client(service.port, b"d0", heartbeat_seconds=0.02) as d0:
+        until(lambda: d0.pong)
+        service.close()
+        until(lambda: d0.silent_seconds > 0.1)
+
+
+def test_a_rank_whose_process_has_ended_makes_its_replica_incomplete(monkeypatch):
+    monkeypatch.setattr(service_module, "SWEEP_MS", 10)
+    with ControlService(HOST) as service, client(service.port, b"d0", heartbeat_seconds=0.02) as d0:
+        with client(service.port, b"p0") as p0, client(service.port, b"p1", "a-0.0.1") as p1:
+            p0.send(hello(0))
+            p1.send(hello(1))
+            name = d0.topology(1).topology
+            until(lambda: d0.pong.topologies == ((0, name),))
+            p0.close()
+            until(lambda: d0.pong.topologies == ((0, ""),))
+            with pytest.raises(ControlError, match=r"the connection to prefill .*TP0/2.* is broken"):
+                d0.topology(0.05)
+            with client(service.port, b"p0") as again:
+                again.send(m.Ping(incarnation="a-0.0.0"))  # the same process, after a break
+                until(lambda: d0.pong.topologies == ((0, name),))
+        assert service.failure is None
+
+
 # --- first generation
 
 
@@ -135,12 +189,15 @@ def test_a_rank_that_comes_again_with_its_identity_takes_over(service, raw):
     raw.send(ping)
     with client(service.port, b"p0") as p0:
         report(p0)
+        assert raw.poll(1500)
+        assert type(m.decode(raw.recv())) is m.Pong
         p0.send(first((b"raw", 1)))
         assert raw.poll(1500)
-        raw.recv()
+        assert type(m.decode(raw.recv())) is m.FirstGeneration
         with client(service.port, b"raw") as new:
             new.send(m.TopologyRequest(incarnation="i"))
-            until(lambda: new._heard)
+            until(lambda: new.heard)
+            new.heard.clear()
             p0.send(first((b"raw", 2)))
             until(lambda: new.heard)
         assert not raw.poll(0)
@@ -163,6 +220,19 @@ def test_parking_is_bounded(monkeypatch):
         p0.send(first(*((f"gone{number}".encode(), 1) for number in range(8))))
         until(lambda: service.counts.get("crowded out") == 5)
         assert len(service._parking) == 3
+
+
+def test_what_is_told_again_is_parked_once(service):
+    with client(service.port, b"p0") as p0:
+        report(p0)
+        for room in (5, 6, 5, 5):
+            p0.send(first((b"d0", 4), room=room))
+        p0.send(first((b"d1", 4)))
+        until(lambda: b"d1" in service._parking)
+        assert len(service._parking) == 3
+        with client(service.port, b"d0") as d0:
+            until(lambda: len(d0.heard) == 2)
+            assert [each.room for each in d0.heard] == [6, 5], "the newest word is the last"
 
 
 def test_a_rank_that_does_not_read_is_parked_too(monkeypatch):

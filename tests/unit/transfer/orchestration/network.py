@@ -38,6 +38,9 @@ class Network:
         self._links: dict[tuple[str, str], deque[Envelope]] = {}
         self._broken: list[tuple[Which, list[int]]] = []
         self._held: list[tuple[Which, list[Envelope]]] = []
+        self._lossy: list[tuple[Which, list[int]]] = []
+        self.lost: list[Envelope] = []
+        """What was lost."""
         self.duplicates = 0.0
         """Chance that a message comes twice."""
         self.errors: list[BaseException] = []
@@ -69,6 +72,11 @@ class Network:
                 times[0] -= 1
                 raise OSError(f"the test cut {sender} from {receiver}")
         self.log.append(one)
+        for which, times in self._lossy:
+            if times[0] and which(one):
+                times[0] -= 1
+                self.lost.append(one)
+                return
         for which, held in self._held:
             if which(one):
                 held.append(one)
@@ -78,6 +86,10 @@ class Network:
     def cut(self, which: Which, times: int = 1 << 30) -> None:
         """Posting these raises."""
         self._broken.append((which, [times]))
+
+    def lose(self, which: Which, times: int = 1 << 30) -> None:
+        """So many of these vanish, and nobody is told."""
+        self._lossy.append((which, [times]))
 
     def hold(self, which: Which) -> list[Envelope]:
         """Keep these back; the list fills with them. `let_go` delivers."""
@@ -92,8 +104,8 @@ class Network:
             self.deliver(one)
 
     def flow(self) -> None:
-        """Nothing is held or cut any more; what is held is lost."""
-        self._held, self._broken = [], []
+        """Nothing is held, cut or lost any more; what is held is lost."""
+        self._held, self._broken, self._lossy = [], [], []
 
     def _link(self, one: Envelope) -> deque[Envelope]:
         return self._links.setdefault((one.sender, one.receiver), deque())

@@ -74,6 +74,18 @@ def test_a_bind_that_does_not_fit(which):
         fails(world, victim)
 
 
+@pytest.mark.parametrize("which", [which for which in BAD_BIND if which != "ranks"])
+def test_a_bind_of_the_only_decode_rank_that_does_not_fit(which):
+    """Nobody else has bound the request, and prefill's scheduler must learn all the same that it will not be."""
+    with World(FOUR, (2, 1)) as world:
+        held = world.network.hold(of_kind(Bind))
+        victim = world.start(1, 22, 2)
+        world.rounds(5)
+        for one in held:
+            world.network.deliver_to(one.receiver, replace(one.message, **BAD_BIND[which]))
+        fails(world, victim)
+
+
 def _foreign(world: World, make):
     right = world.ids(world.decode[0], 1)
     yield make(**{**right, "epoch": right["epoch"] + 7})

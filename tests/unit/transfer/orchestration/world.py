@@ -29,6 +29,8 @@ from .parts import Clock, Crashes, Request
 
 SECONDS = 20.0
 """A test that waits longer has found a hang."""
+BOOKS_EVERY = 8
+"""Steps between two looks at the books, which take two thirds as long as a step."""
 _worlds = itertools.count()
 
 
@@ -65,6 +67,7 @@ class World:
         self.shapes = shapes or (Shape(page_size, pages, slots), Shape(page_size, pages, slots))
         self._free = [self._ids(shape) for shape in self.shapes]
         self.requests: dict[int, Request] = {}
+        self._steps = 0
         sources = [self._rank(Side.PREFILL, r, s) for s in range(stages) for r in range(tp[0])]
         ranks = [self._rank(Side.DECODE, r, 0) for r in range(tp[1])]
         unit = max(int(least_unit(plan([s.manifest for s in sources], r.manifest)) * times_least) for r in ranks)
@@ -247,6 +250,14 @@ class World:
                     progress = request.results[node.name] = node.side.poll(request.room)
                     if progress is Progress.FAILED:
                         request.reasons[node.name] = node.side.reason(request.room)
+        self._steps += 1
+        if self._steps % BOOKS_EVERY == 0:
+            self.check_books()
+
+    def check_books(self) -> None:
+        """The books of every side agree, at any time."""
+        for node in (*self.prefill, *self.decode):
+            assert not (wrong := node.side.check_integrity()), wrong
 
     def until(self, true: Callable[[], bool], *, send: bool = True, what: str = "") -> None:
         """Go around until it is so."""
@@ -321,6 +332,7 @@ class World:
         """Bytes, violations, threads, and, if wanted, that everything is free again."""
         if idle:
             self.until(lambda: self.idle, what="everything free again")
+        self.check_books()
         assert not self.network.errors, self.network.errors
         assert not self.fabric.violations, self.fabric.violations
         assert not self._crashes.found, self._crashes.found

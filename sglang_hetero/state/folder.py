@@ -1,0 +1,109 @@
+"""The folder in which the processes of one server leave their reports for its HTTP process.
+
+The process that launches the server makes it; the others find it by an environment variable, which they inherit. It is
+removed when that process ends. SGLang may end it by SIGKILL, so that a later server on the same host removes what is
+left: whoever is alive holds a lock on its own folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from sglang_hetero.errors import StateError
+
+from .report import Report, decode_report, encode
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SGLANG_HETERO_REPORTS"
+"""Set by the launching process for its children; whatever it was before."""
+PREFIX = "sglang-hetero-reports-"
+UNFINISHED = ".new-"
+"""In front of the name until the lock is held."""
+LOCK = "owner"
+SUFFIX = ".json"
+MAX_REPORTS = 1024
+"""Ranks of one host. What is beyond is not read."""
+MAX_BYTES = 1 << 20
+"""Of one report: a kilobyte or two, and a line per request in doubt."""
+
+_locks: list[int] = []
+"""Descriptors that hold this process's locks until it ends."""
+
+
+def make(environ: MutableMapping[str, str]) -> Path:
+    """Make this server's folder in the temporary folder (TMPDIR), only for this user, and name it to the children.
+
+    Raises StateError if it cannot be made.
+    """
+    parent = Path(tempfile.gettempdir())
+    try:
+        _sweep(parent)
+        unfinished = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{PREFIX}", dir=parent))  # mode 0700
+        _locks.append(os.open(unfinished / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = unfinished.rename(parent / unfinished.name.removeprefix(UNFINISHED))
+    except OSError as error:
+        raise StateError(f"no folder for the reports of ranks can be made in {parent}: {error}; set TMPDIR") from None
+    environ[VARIABLE] = str(folder)
+    atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def given(environ: Mapping[str, str]) -> Path | None:
+    """The folder of the server that this process belongs to; None where nobody would read it, as with sglang.Engine."""
+    name = environ.get(VARIABLE)
+    return Path(name) if name else None
+
+
+def write(folder: Path, report: Report) -> None:
+    """Leave a report there, in the place of this process's last one; readers see one or the other. Raises OSError."""
+    path = folder / f"{report.pid}{SUFFIX}"
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(encode(report))
+    unfinished.replace(path)
+
+
+def read(folder: Path) -> tuple[list[Report], list[str]]:
+    """All reports, and what kept others from being read, one line each."""
+    reports, problems = [], []
+    try:
+        paths = sorted(folder.glob(f"*{SUFFIX}"))[:MAX_REPORTS]
+    except OSError as error:
+        return [], [f"the reports of the ranks cannot be read: {error}"]
+    if not folder.is_dir():
+        return [], [f"the folder with the reports of the ranks is gone ({folder}); restart the server"]
+    for path in paths:
+        try:
+            with path.open("rb") as file:
+                reports.append(decode_report(file.read(MAX_BYTES)))
+        except (OSError, StateError) as error:
+            problems.append(f"the report {path.name} cannot be read: {error}")
+    return reports, problems
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders of this user's servers that have ended without doing so. Never raises."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its owner lives
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,321 @@
+"""How a decode rank gets to know prefill servers: waiting for none, bounded, and with the cause when it cannot."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from sglang_hetero.backend import peers as peers_module
+from sglang_hetero.backend.pairing import Path
+from sglang_hetero.backend.peers import Peers
+from sglang_hetero.errors import PeerAway, TopologyError, TransferRefused
+from sglang_hetero.transfer.link import Awaited, Endpoint
+from sglang_hetero.transfer.seal import Seal
+from tests.unit.backend.prefill_server import (
+    HOST,
+    Engine,
+    PrefillServer,
+    Side,
+    Tables,
+    free_port,
+    http_server,
+    stand_in_for_sglang,
+    until,
+)
+from tests.unit.transfer.control.peers import first
+
+
+@pytest.fixture(autouse=True)
+def sglang(monkeypatch):
+    stand_in_for_sglang(monkeypatch)
+
+
+@pytest.fixture
+def tables():
+    return Tables()
+
+
+@pytest.fixture
+def peers(tables):
+    made = Peers(tables, Seal())
+    made.side, made.engine = Side(), Engine()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server():
+    made = PrefillServer(free_port(), tp=2)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def silent():
+    """The address of somebody who takes connections and never answers."""
+    with socket.create_server((HOST, 0)) as sock:
+        yield f"{HOST}:{sock.getsockname()[1]}"
+
+
+def test_a_server_is_found_and_its_ranks_are_known(peers, tables, server):
+    until(lambda: peers.ready(server.address))
+    assert tables.adopted[server.address].path is peers.path(server.address) is Path.OURS
+    assert peers.refusal(server.address) is None
+    assert peers.capable(server.address)
+    found = peers.sources(server.address, 0)
+    assert {source.incarnation for source in found.sources} == server.incarnations()
+    assert peers.endpoints(server.address, 0) == (Endpoint(HOST, 7000), Endpoint(HOST, 7001))
+    assert peers.problem(server.address) == ""
+    server.announcers[0].send_first(first((b"d0", 1)))
+    until(lambda: peers.side.heard)
+
+
+def test_every_replica_is_known_and_no_other(peers):
+    server = PrefillServer(free_port(), dp=2)
+    try:
+        until(lambda: peers.ready(server.address))
+        for dp_rank in (0, 1):
+            found = peers.sources(server.address, dp_rank).sources
+            assert {source.incarnation for source in found} == server.incarnations(dp_rank)
+        with pytest.raises(TransferRefused, match=r"has 2 attention-DP replicas, the request is for number 7"):
+            peers.sources(server.address, 7)
+        assert peers.endpoints(server.address, 7) == ()
+    finally:
+        server.end()
+
+
+def test_who_never_answers_holds_nobody_up(peers, server, silent):
+    assert not peers.ready(silent)
+    began = time.monotonic()
+    for _ in range(200):
+        assert not peers.ready(silent)
+    until(lambda: peers.ready(server.address))
+    assert silent in peers._asked, "it is still being asked: nothing above waited for it"
+    assert time.monotonic() - began < 4, "200 looks and another server in less than one time-out"
+
+
+def test_why_a_server_cannot_be_used_is_known(peers, silent, monkeypatch):
+    nobody = f"{HOST}:{free_port()}"
+    assert peers.find(nobody).refused
+    assert "nobody listens" in peers.problem(nobody)
+    monkeypatch.setattr("sglang_hetero.backend.capability.TIMEOUT_SECONDS", 0.05)
+    assert not peers.find(silent).refused
+    assert "does not answer" in peers.problem(silent)
+    with http_server({"/route": (503, b"1 workers registered"), "/hetero": (404, b"")}) as starting:
+        peers.find(starting)
+        assert "is not ready: 503 1 workers registered" in peers.problem(starting)
+    with pytest.raises(TransferRefused, match="nobody listens"):
+        peers.sources(nobody, 0)
+
+
+def test_ranks_that_are_missing_are_named(peers, monkeypatch):
+    monkeypatch.setattr(peers_module, "TOPOLOGY_SECONDS", 0.3)
+    server = PrefillServer(free_port(), tp=2)
+    server.announcers.pop().close()
+    try:
+        until(lambda: peers.find(server.address) and "TP1" in peers.problem(server.address))
+        assert not peers.servers(), "and nothing is left of the attempt"
+    finally:
+        server.end()
+
+
+def test_one_who_sends_a_byte_now_and_then_is_left(monkeypatch):
+    monkeypatch.setattr("sglang_hetero.backend.capability.TIMEOUT_SECONDS", 0.3)
+    with socket.create_server((HOST, 0)) as sock:
+        end, sent = threading.Event(), []
+
+        def drip():
+            connection, _ = sock.accept()
+            with connection:
+                try:
+                    while not end.wait(0.02):
+                        connection.sendall(b"H")
+                        sent.append(1)
+                except OSError:
+                    pass
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        found = Peers(Tables(), Seal())
+        assert isinstance(found.find(f"{HOST}:{sock.getsockname()[1]}"), PeerAway)
+        end.set()
+        thread.join()
+        assert len(sent) < 500, "it was listened to until the line was too long for an answer"
+
+
+def test_a_stock_server_takes_the_path_that_is_decided(peers, tables):
+    tables.path = Path.UPSTREAM
+    server = PrefillServer(free_port())
+    try:
+        del server.answers["/hetero"]
+        until(lambda: peers.ready(server.address))
+        assert peers.path(server.address) is Path.UPSTREAM
+        assert not peers.capable(server.address)
+        assert peers.servers()[0].client is None
+    finally:
+        server.end()
+
+
+def test_a_refused_server_is_asked_anew_for_the_next_request(peers, tables, server):
+    tables.path = Path.REFUSED
+    until(lambda: peers.ready(server.address))
+    assert "takes it" in peers.refusal(server.address)
+    assert server.address not in tables.adopted
+    assert "takes it" in peers.refusal(server.address), "another request that had begun with it"
+    assert peers.endpoints(server.address, 0), "so that its ranks can be told"
+    tables.path = Path.OURS
+    until(lambda: peers.ready(server.address))
+    assert peers.refusal(server.address) is None
+
+
+def test_what_cannot_be_planned_is_refused_and_its_ranks_are_known(peers, server, monkeypatch):
+    def join(address, topology):
+        raise TopologyError("6 heads cannot be divided")
+
+    monkeypatch.setattr(peers.side, "join", join)
+    until(lambda: peers.ready(server.address))
+    assert peers.refusal(server.address) == "6 heads cannot be divided"
+    assert len(peers.endpoints(server.address, 0)) == 2
+
+
+def test_ranks_of_a_refused_stock_server_are_asked_for(peers, tables):
+    tables.path = Path.REFUSED
+    whole = b'{"attn_tp_size":2,"attn_cp_size":1,"dp_size":1,"pp_size":1,"page_size":64,"kv_cache_dtype":"x",'
+    whole += b'"follow_bootstrap_room":true}'
+
+    def answers(path):
+        if path.startswith("/hetero"):
+            return 404, b""
+        if "target_tp_rank=-1" in path:
+            return 200, whole
+        rank = path.partition("target_tp_rank=")[2][0]
+        return 200, b'{"rank_ip": "10.0.0.1", "rank_port": 900%s}' % rank.encode()
+
+    with http_server(answers) as address:
+        assert peers.find(address) is None
+        assert peers.endpoints(address, 0) == (Endpoint("10.0.0.1", 9000), Endpoint("10.0.0.1", 9001))
+
+
+def test_another_release_is_refused_with_the_remedy(peers, server):
+    server.offer(version=99, something_new=1)
+    until(lambda: peers.ready(server.address))
+    assert "install the same release" in peers.refusal(server.address)
+
+
+def test_a_description_that_nobody_understands_is_refused(peers, server):
+    for body in (b"[]", b'{"attn_tp_size": 0}', b"nonsense", b"{}"):
+        server.answers["/route"] = (200, body)
+        assert peers.find(server.address) is None
+        assert "in an unknown way" in peers.refusal(server.address)
+
+
+def test_servers_that_a_request_names_are_bounded(peers, monkeypatch):
+    """Whoever may send requests names the bootstrap address in them."""
+    listeners = [socket.create_server((HOST, 0)) for _ in range(10)]
+    monkeypatch.setattr(peers_module, "MAX_PROBLEMS", 5)
+    monkeypatch.setattr(peers._jobs, "_limit", 3)
+    before = threading.active_count()
+    try:
+        addresses = [f"{HOST}:{each.getsockname()[1]}" for each in listeners]
+        for address in addresses:
+            assert not peers.ready(address)
+        assert threading.active_count() - before <= 2 * peers_module.ASKING_THREADS, "one and its watchdog each"
+        assert len(peers._asked) <= peers_module.ASKING_THREADS + 3
+        assert "other prefill servers wait to be asked" in peers.problem(addresses[-1])
+        assert len(peers._problems) <= 5
+    finally:
+        for each in listeners:
+            each.close()
+    for port in range(1, 20):
+        peers.find(f"{HOST}:{port}")
+    assert len(peers._problems) <= 5
+
+
+def test_the_least_used_server_is_forgotten_unless_requests_wait_for_it(peers, tables, monkeypatch):
+    monkeypatch.setattr(peers_module, "MAX_SERVERS", 2)
+    servers = [PrefillServer(free_port(), start=name) for name in "abc"]
+    try:
+        one, two, three = (each.address for each in servers)
+        peers.side.waiting["a-0.0.0"] = Awaited("prefill TP0/1", one, "s0", 0)
+        for address in (one, two, three):
+            until(lambda address=address: peers.ready(address))
+        assert {each.address for each in peers.servers()} == {one, three}
+        assert two not in tables.adopted
+        client = next(each.client for each in peers.servers() if each.address == one)
+        peers.side.waiting.clear()
+        until(lambda: peers.ready(two))
+        assert one not in tables.adopted
+        assert not client._thread.is_alive()
+    finally:
+        for each in servers:
+            each.end()
+
+
+def test_it_asks_again_with_the_same_connection(peers, server):
+    until(lambda: peers.ready(server.address))
+    (known,) = peers.servers()
+    peers.outdate(server.address, "a test")
+    assert peers.path(server.address) is None
+    assert peers.problem(server.address) == "a test"
+    until(lambda: peers.ready(server.address))
+    (again,) = peers.servers()
+    assert again.client is known.client
+    assert again.sources[0] is known.sources[0], "nothing is planned twice"
+    assert peers.side.joins == 1
+    assert peers.side.ended == {}
+
+
+def test_a_server_that_sglang_has_dropped_meanwhile_is_found_anew(peers, tables, server):
+    until(lambda: peers.ready(server.address))
+    until(lambda: server.address in tables.adopted)
+    until(lambda: peers.servers()[0].adopted)
+    tables.hetero_drop(server.address)
+    assert peers.ready(server.address), "which would not end by itself"
+    peers.missed(server.address)
+    assert peers.path(server.address) is None
+    until(lambda: peers.ready(server.address))
+    until(lambda: server.address in tables.adopted)
+
+
+def test_one_that_is_being_adopted_is_not_missed(peers, tables, server, monkeypatch):
+    monkeypatch.setattr(tables, "hetero_adopt", lambda *_: peers.missed(server.address))
+    assert peers.find(server.address) is None
+    assert peers.path(server.address) is Path.OURS
+
+
+def test_what_fails_in_us_is_a_cause_too(peers, tables, server, monkeypatch):
+    def adopt(*_):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(tables, "hetero_adopt", adopt)
+    peers.find(server.address)
+    assert "KeyError" in peers.problem(server.address)
+    monkeypatch.undo()
+    stand_in_for_sglang(monkeypatch)
+    until(lambda: peers.ready(server.address))
+
+
+@pytest.mark.parametrize("known", ["gone", "not known", "never", "taken over"])
+def test_a_restart_at_the_same_address_is_a_new_process(peers, known):
+    """Requests of the former one fail in any case; units come home where it is certain that it has ended."""
+    port = free_port()
+    former = PrefillServer(port, tp=2)
+    until(lambda: peers.ready(former.address))
+    session = "s0" if known == "taken over" else "old"  # s0: that of the new one, which has the same address then
+    peers.side.waiting |= {key: Awaited(key, former.address, session, 3) for key in former.incarnations()}
+    peers.side.waiting["other"] = Awaited("other", "elsewhere:1", session, 3)
+    peers.engine.ended |= {"old"} if known == "gone" else set()
+    peers.engine.sees_ends = known != "never"
+    former.end()
+    peers.forget(former.address)
+    again = PrefillServer(port, tp=1, start="b")
+    try:
+        until(lambda: peers.ready(again.address))
+        until(lambda: set(peers.side.failed) == former.incarnations())
+        assert "started again" in next(iter(peers.side.failed.values()))
+        until(lambda: again.address not in peers._asked)
+        assert set(peers.side.ended) == (set() if known == "not known" else former.incarnations())
+        assert {each.incarnation for each in peers.sources(again.address, 0).sources} == again.incarnations()
+    finally:
+        again.end()
