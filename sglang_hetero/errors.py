@@ -63,11 +63,12 @@ class ControlError(HeteroError):
 
 class PeerAway(HeteroError):
     """A server cannot be reached or is not ready; to ask again later may help. refused: its host says that nobody
-    listens there, so that its process has ended or not begun to listen."""
+    listens there, so that its process has ended or not begun to listen. unanswered: nothing came back that is an
+    answer."""
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, unanswered: bool = False) -> None:
         super().__init__(message)
-        self.refused = refused
+        self.refused, self.unanswered = refused, unanswered
 
 
 class TraceError(HeteroError):

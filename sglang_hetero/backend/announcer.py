@@ -1,6 +1,7 @@
 """A prefill rank's word with its own server: who it is, or why it cannot take part; and the first tokens that it tells.
 
-Said again whenever the other end has forgotten it: the control service, or the bootstrap server, was started again.
+Who it is is said again whenever the control service has forgotten it, because it was started again; why it cannot take
+part is said every few seconds, because the bootstrap server forgets that by itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sglang_hetero.transfer.seal import Seal
 from sglang_hetero.transfer.worker import Worker
 
 from . import capability
+from .bootstrap import REFUSAL_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,6 @@ MAX_PAUSE_SECONDS = 10.0
 """Failures make the pause longer, up to this."""
 SILENT_SECONDS = 5.0
 """Without a word from the service it is asked for its port again: a new one may be there."""
-REFUSAL_SECONDS = 5.0
-"""Between two looks whether the bootstrap server still knows why this rank cannot take part."""
 
 
 class Announcer:
@@ -104,7 +104,7 @@ class Announcer:
     def look(self) -> None:
         """See to it that the server knows this rank. Raises HeteroError where that is not possible now."""
         if self._refusal:
-            self._refuse()
+            capability.refuse(self._address, self._refusal, self._seal)
             return
         client = self._client
         if client is None or client.failure is not None or client.silent_seconds > SILENT_SECONDS:
@@ -117,11 +117,6 @@ class Announcer:
             self._report(client)
         elif dict(pong.topologies).get(self._dp_rank, "") not in ("", self._taken):
             self._ask(client)
-
-    def _refuse(self) -> None:
-        offer = capability.offer(self._address, self._seal)
-        if not capability.has_refusal(offer, self._refusal):
-            capability.refuse(self._address, self._refusal, self._seal)
 
     def _connect(self) -> ControlClient:
         """A connection to the control service that the bootstrap server names now."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 ROUTE = "/hetero"
 SEAL_HEADER = "X-Sglang-Hetero-Seal"
-"""Of a question (over its nonce), of its answer and of a refusal (over the body), if there is a token."""
+"""Of a question (over its nonce), of its answer and of a refusal (over the body, for one instance of the server), if
+there is a token."""
 NONCE_HEADER = "X-Sglang-Hetero-Nonce"
 """What the answer's seal is made for, so that an old answer is no answer."""
 NONCE_BYTES = 16
@@ -36,6 +39,10 @@ MAX_BODY = 4096
 """Bytes of a refusal: longer than any reason that is kept of it."""
 MAX_REFUSALS = 1024
 """Ranks that say that they cannot take part; one line each."""
+REFUSAL_SECONDS = 5.0
+"""How often such a rank says so."""
+KEEP_SECONDS = 3 * REFUSAL_SECONDS
+"""How long its word counts: a line that nobody repeats is of a rank that is gone, or of a stranger."""
 
 
 class Capability(msgspec.Struct, frozen=True):
@@ -49,6 +56,8 @@ class Capability(msgspec.Struct, frozen=True):
     mode: str = Mode.AUTO
     unsupported: tuple[str, ...] = ()
     """Why ranks of this server cannot take part, a line each; empty if all can."""
+    instance: str = ""
+    """Which start of the bootstrap server this is: a refusal is sealed for one of them."""
 
 
 class BootstrapMixin:
@@ -57,7 +66,8 @@ class BootstrapMixin:
     hetero_mode: Mode = Mode.AUTO
 
     def __init__(self, host: str, port: int) -> None:
-        self._hetero_unsupported: dict[str, None] = {}
+        self._hetero_unsupported: dict[str, float] = {}  # by reason, when it was said last, time.monotonic()
+        self._hetero_instance = uuid.uuid4().hex
         self._hetero_seal = seal_of(read(os.environ).token_file)
         self._hetero_faults = Faults("bootstrap server", logger)
         off = self.hetero_mode is Mode.OFF
@@ -75,10 +85,16 @@ class BootstrapMixin:
     async def _hetero_get(self, request: Request) -> Response:
         from aiohttp.web import Response
 
-        port = self._hetero_control_port()
-        capability = Capability(messages.VERSION, port, self.hetero_mode, tuple(self._hetero_unsupported))
+        port, reasons = self._hetero_control_port(), tuple(self._hetero_refusals())
+        capability = Capability(messages.VERSION, port, self.hetero_mode, reasons, self._hetero_instance)
         body = msgspec.json.encode(capability)
         return Response(body=body, headers=self._hetero_signed(request, body), content_type="application/json")
+
+    def _hetero_refusals(self) -> dict[str, float]:
+        """Those that still count."""
+        since = time.monotonic() - KEEP_SECONDS
+        self._hetero_unsupported = {reason: at for reason, at in self._hetero_unsupported.items() if at >= since}
+        return self._hetero_unsupported
 
     def _hetero_control_port(self) -> int:
         """Of the control service, which is made anew if it has ended: ranks that miss it ask for its port."""
@@ -105,22 +121,24 @@ class BootstrapMixin:
         return {SEAL_HEADER: self._hetero_seal.sign(answer, Purpose.OFFER, nonce)}
 
     async def _hetero_put(self, request: Request) -> Response:
-        """A rank says why it cannot take part."""
+        """A rank says why it cannot take part, and says it again as long as that is so."""
         from aiohttp.web import Response
 
         if request.content_length is None or request.content_length > MAX_BODY:
             return Response(status=413, text=f"a reason has at most {MAX_BODY} bytes")
         try:
             body = await request.read()
-            self._hetero_seal.verify(request.headers.get(SEAL_HEADER, ""), body, Purpose.REFUSAL)
+            signature, audience = request.headers.get(SEAL_HEADER, ""), self._hetero_instance.encode()
+            self._hetero_seal.verify(signature, body, Purpose.REFUSAL, audience)
             reason = msgspec.json.decode(body, type=str)
         except SealError as error:
             self._hetero_faults.note("refusal", f"from {request.remote}: {error}")
             return Response(status=403, text=str(error))
         except (msgspec.MsgspecError, ValueError):
             return Response(status=400, text="a reason is one JSON string")
-        if len(self._hetero_unsupported) < MAX_REFUSALS:
-            self._hetero_unsupported[messages.printable(reason)] = None
+        known, reason = self._hetero_refusals(), messages.printable(reason)
+        if reason in known or len(known) < MAX_REFUSALS:
+            known[reason] = time.monotonic()
         return Response(text="OK")
 
     def hetero_control(self) -> Control | None:

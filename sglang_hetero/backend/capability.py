@@ -85,7 +85,8 @@ def _request(address: str, path: str, headers: Mapping[str, str], *, put: bytes 
         raise PeerAway(f"nobody listens at the bootstrap server's address {address}", refused=True) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise PeerAway(
-            f"the bootstrap server at {address} does not answer: {messages.printable(str(error) or repr(error))}"
+            f"the bootstrap server at {address} does not answer: {messages.printable(str(error) or repr(error))}",
+            unanswered=True,
         ) from None
     finally:
         if connection is not None:
@@ -219,23 +220,15 @@ def _capability(address: str, offer: _Reply, seal: Seal, question: _Question) ->
 
 
 def refuse(address: str, reason: str, seal: Seal) -> None:
-    """Tell the own bootstrap server why a prefill rank cannot take part; decode then says so.
+    """Tell the own bootstrap server why a prefill rank cannot take part; decode then says so. To be repeated, every
+    bootstrap.REFUSAL_SECONDS.
 
     Raises TransferRefused if it does not take that, PeerAway if it cannot be reached.
     """
-    body = refusal_body(reason)
-    found = _request(address, ROUTE, {SEAL_HEADER: seal.sign(body, Purpose.REFUSAL)}, put=body)
+    # First who it is: what is sealed for one start of one server counts at no other.
+    audience = offer(address, seal).instance.encode()
+    body = msgspec.json.encode(messages.printable(reason, MAX_BODY // 2))
+    found = _request(address, ROUTE, {SEAL_HEADER: seal.sign(body, Purpose.REFUSAL, audience)}, put=body)
     if found.status != HTTP_OK:
         text = messages.printable(found.body[:MAX_REASON].decode("utf-8", "replace"))
         raise TransferRefused(f"the bootstrap server at {address} does not take a refusal: {found.status} {text}")
-
-
-def refusal_body(reason: str) -> bytes:
-    """A reason as the bootstrap server takes it."""
-    return msgspec.json.encode(messages.printable(reason, MAX_BODY // 2))
-
-
-def has_refusal(offer: Capability, reason: str) -> bool:
-    """Whether a bootstrap server knows this reason of a rank of its own."""
-    known = msgspec.json.decode(refusal_body(reason), type=str)
-    return messages.printable(known) in offer.unsupported

@@ -25,8 +25,10 @@ question is a connection to its transfer engine that says nothing: Mooncake writ
 WARNING_SECONDS = 60.0
 """Units of staging that are kept for a rank for so long are told of in the log, and again after ten times as long each
 time."""
-THREADS, WAITING = 4, 256
-"""Questions that are asked at the same time, and that wait for that. Each takes seconds at most."""
+APART_SECONDS = 5.0
+"""A process is taken for dead when it refuses connections twice, so far apart, and nothing is heard of it meanwhile.
+One refusal proves less: a rule of a firewall looks the same. Between the two what waits for the process is said to it
+again (transfer/lifetime/repetition.py: 2 and 6 s after the last news), and one that lives can answer."""
 
 
 class Side(Protocol):
@@ -45,7 +47,7 @@ class Doubts:
     def __init__(self, label: str, side: Side, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
         """label: of this rank, for the log."""
         self._label, self._side, self._engine, self._clock = label, side, engine, clock
-        self._jobs = Background("hetero-gone", threads=THREADS, waiting=WAITING)
+        self._jobs = Background("hetero-gone")
         self._doubts: dict[str, _Doubt] = {}  # by incarnation
 
     def resolve(self, awaited: Mapping[str, Awaited]) -> None:
@@ -54,7 +56,7 @@ class Doubts:
         self._doubts = {key: self._doubts.get(key) or _Doubt(now) for key in awaited}
         for incarnation, each in awaited.items():
             doubt = self._doubts[incarnation]
-            if now >= doubt.ask and self._jobs.submit(incarnation, partial(self._ask, incarnation, each)):
+            if now >= doubt.due and self._jobs.submit(incarnation, partial(self._ask, incarnation, doubt)):
                 doubt.pause = min(2 * doubt.pause, MAX_DOUBT_SECONDS)
                 doubt.ask = now + doubt.pause
             if each.units and now >= doubt.warn:
@@ -75,10 +77,24 @@ class Doubts:
         """Ask nobody any more."""
         self._jobs.close()
 
-    def _ask(self, incarnation: str, awaited: Awaited) -> None:
-        if self._engine.peer_gone(awaited.session):
-            logger.warning("%s: %s of server %s has ended", self._label, awaited.label, awaited.address)
-            self._side.gone(frozenset((incarnation,)), f"has ended (server {awaited.address})")
+    def _ask(self, incarnation: str, doubt: _Doubt) -> None:
+        """One question, on a thread of ours; there is one at a time about a process."""
+        awaited = self._side.awaited().get(incarnation)
+        if awaited is None:
+            return
+        asked = self._clock()
+        if not self._engine.peer_gone(awaited.session):
+            doubt.refused = None
+            return
+        awaited = self._side.awaited().get(incarnation)  # what has been heard until now
+        if awaited is None:
+            return
+        if doubt.refused is None or awaited.heard >= doubt.refused:
+            doubt.refused = asked
+            return
+        doubt.refused = None
+        logger.warning("%s: %s of server %s has ended", self._label, awaited.label, awaited.address)
+        self._side.gone(frozenset((incarnation,)), f"has ended (server {awaited.address})")
 
 
 class _Doubt:
@@ -87,6 +103,14 @@ class _Doubt:
     def __init__(self, now: float) -> None:
         self.since, self.pause = now, DOUBT_SECONDS
         self.ask, self.warn = now + DOUBT_SECONDS, now + WARNING_SECONDS
+        self.refused: float | None = None
+        """When it was asked the last time, if it refused the connection then and was not taken for dead."""
+
+    @property
+    def due(self) -> float:
+        """When it is asked about."""
+        refused = self.refused
+        return self.ask if refused is None else refused + APART_SECONDS
 
 
 class DecodeRanks:

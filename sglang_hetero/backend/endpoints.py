@@ -27,6 +27,8 @@ class SenderMixin:
     """Whether a chunk of the request was computed without being followed: then the later ones are not either."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, **others: Any) -> None:
+        if mgr.hetero_prefill is not None:
+            mgr.hetero_prefill.retire(bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, **others)  # type: ignore[call-arg]
         if mgr.hetero_prefill is not None:
             mgr.hetero_prefill.claim(bootstrap_room, self)
@@ -78,21 +80,24 @@ class ReceiverMixin:
     """Whether the request takes our path."""
     _opened: bool = False
     """Whether decode's side holds it for us; another request may have the same room."""
+    _told: bool = False
+    """Whether prefill has been told, or will be, that the request is not going to be bound."""
     _measured: bool = False
     """Whether the room's figures are this request's, and have not ended."""
     _source_set: SourceSet | None = None
     _aux_index: int | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
+        if self.conclude_state is not None:
+            return  # given up while its prefill server was asked for
+        self.prefill_dp_rank = prefill_dp_rank
         reason = self.kv_mgr.hetero_refusal(self.bootstrap_addr)
         if reason is not None:
-            self.prefill_dp_rank = prefill_dp_rank
             self._give_up(reason)
             return
         try:
-            self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr)
+            self._hetero = self.kv_mgr.hetero_takes(self.bootstrap_addr, self.bootstrap_room)
         except HeteroError as error:
-            self.prefill_dp_rank = prefill_dp_rank
             self._give_up(str(error))
             return
         if self._hetero:
@@ -184,6 +189,7 @@ class ReceiverMixin:
         super().clear()  # type: ignore[misc]
 
     def failure_exception(self) -> None:
+        self._explain()
         self._settle()
         self._end_figures()
         super().failure_exception()  # type: ignore[misc]
@@ -196,7 +202,8 @@ class ReceiverMixin:
             self._tell_all(reason)
         elif self.prefill_dp_rank is None and self.conclude_state is None:
             # Its prefill server is not known yet. SGLang ends such a request, too, when it has asked often enough.
-            self._fail(f"the request was given up before it began: {self.kv_mgr.hetero_problem(self.bootstrap_addr)}")
+            problem = self.kv_mgr.hetero_problem(self.bootstrap_addr)
+            self._give_up(f"the request was given up before it began: {problem}")
         super().abort()  # type: ignore[misc]
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
@@ -209,14 +216,32 @@ class ReceiverMixin:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         if not self._opened:
+            if self._hetero and self.conclude_state != KVPoll.Success:
+                # Whoever has ended it, SGLang on a heartbeat say: prefill waits to be told where the request goes.
+                self._tell_all(self.kv_mgr.hetero_reason(self.bootstrap_room))
             return
         self._opened = False
+        self._told = True  # its sources were asked by decode's side, which tells them how it ends
         self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
         assert self._source_set is not None
         now = self.kv_mgr.hetero_endpoints(self.bootstrap_addr, self.prefill_dp_rank)
-        if self.conclude_state == KVPoll.Failed and now != self._source_set.endpoints:
+        if self.conclude_state == KVPoll.Failed and now and now != self._source_set.endpoints:
             # Its prefill server was started again, and the new one waits for it.
-            self._tell_all(self.kv_mgr.hetero_reason(self.bootstrap_room))
+            self._give_up_at(now, self.kv_mgr.hetero_reason(self.bootstrap_room))
+
+    def _explain(self) -> None:
+        """Another rank of this server may have failed the request, and SGLang tells its client what rank 0 knows."""
+        if not self._hetero:
+            return
+        side, room = self.kv_mgr.hetero_decode, self.bootstrap_room
+        known = side.reason(room) if self._opened else ""
+        waits = side.waits_for(room) if self._opened else f"its turn to ask prefill at {self.bootstrap_addr}"
+        here = f"{self.kv_mgr.hetero_rank.name} {f'waited for {waits}' if waits else 'has all of it'}"
+        self.kv_mgr.hetero_explain(
+            room, known or f"another rank of this decode server has failed it, whose log says why; {here}"
+        )
+        if self._opened:
+            side.fail(room, self.kv_mgr.hetero_reason(room))
 
     def _conclude(self) -> None:
         """SGLang lets go of the request: after Success it has committed it, and decode's queue gets it next."""
@@ -240,25 +265,24 @@ class ReceiverMixin:
         self._tell_all(reason)
 
     def _tell_all(self, reason: str) -> None:
-        """Tell every prefill rank that the request will not be bound, as far as it is known where they are."""
-        try:
-            for endpoint in self.kv_mgr.hetero_endpoints(self.bootstrap_addr, self.prefill_dp_rank):
-                self._tell(endpoint, reason)
-        except Exception as error:
-            logger.warning("room %d: prefill at %s was not told: %s", self.bootstrap_room, self.bootstrap_addr, error)
-
-    def _tell(self, endpoint: Endpoint, reason: str) -> None:
-        """Give the request up at one prefill rank, in its own language."""
-        if self.kv_mgr.hetero_capable(self.bootstrap_addr):
-            self.kv_mgr.hetero_give_up(self.bootstrap_room, endpoint, reason)
+        """Tell every prefill rank, once, that the request will not be bound; later, if nobody knows where they are."""
+        if self._told:
             return
-        from sglang.srt.disaggregation.common.conn import AbortNotification
+        self._told = True
+        bound_for = () if self._source_set is None else self._source_set.endpoints
+        dp_rank = self.prefill_dp_rank
+        now = () if dp_rank is None else self.kv_mgr.hetero_endpoints(self.bootstrap_addr, dp_rank)
+        if endpoints := tuple(dict.fromkeys((*bound_for, *now))):
+            self._give_up_at(endpoints, reason)
+        else:
+            self.kv_mgr.hetero_owe(self.bootstrap_addr, self.bootstrap_room, reason)
 
-        sock, lock = self._connect_to_bootstrap_server(  # type: ignore[attr-defined]
-            {"rank_ip": endpoint.host, "rank_port": endpoint.port}
-        )
-        with lock:
-            sock.send_multipart(AbortNotification(room=self.bootstrap_room).to_zmq())
+    def _give_up_at(self, endpoints: tuple[Endpoint, ...], reason: str) -> None:
+        capable = self._source_set is not None or self.kv_mgr.hetero_capable(self.bootstrap_addr)
+        try:
+            self.kv_mgr.hetero_give_up(self.bootstrap_room, endpoints, reason, capable=capable)
+        except Exception as error:  # SGLang's scheduler would end with it
+            logger.warning("room %d: prefill at %s was not told: %s", self.bootstrap_room, self.bootstrap_addr, error)
 
     def _fail(self, reason: str) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll

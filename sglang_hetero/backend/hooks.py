@@ -6,16 +6,17 @@ they are there: an error of ours stops the process (plugin.py).
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.errors import StateError, UpstreamChanged
 from sglang_hetero.perf.spans import prepare
 from sglang_hetero.state import folder
 
@@ -23,6 +24,8 @@ from . import conv_axis, layerwise, selfcheck, state_route, steps
 from .classes import BACKENDS, hetero_class
 from .options import Mode, Options
 from .rank import building
+
+logger = logging.getLogger(__name__)
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 """Loaded in the processes that have caches; the others need the class of the bootstrap server only."""
@@ -107,16 +110,29 @@ def install(options: Options) -> None:
     missing = [hook.target for hook in wanted if not _applied(hook.target)]
     if missing:
         raise UpstreamChanged(f"SGLang's hook registry has not applied the hooks on {', '.join(missing)}; see its log")
-    if options.mode is not Mode.OFF and launches(in_scheduler=in_scheduler):
+    serves = state_route.HTTP_SERVER in sys.modules
+    if options.mode is not Mode.OFF and launches(os.environ, in_scheduler=in_scheduler, serves=serves):
+        make_folder()
+
+
+def make_folder() -> None:
+    """The folder for the ranks' reports, named to the children. A server without it serves all the same."""
+    try:
         folder.make(os.environ)
+    except StateError as error:
+        logger.error("/hetero/state will not tell of this server's ranks: %s", error)
 
 
-def launches(*, in_scheduler: bool) -> bool:
+def launches(environ: Mapping[str, str], *, in_scheduler: bool, serves: bool) -> bool:
     """Whether this process launches a server, so that the others of it inherit what is in its environment.
 
-    SGLang's other processes come from it by multiprocessing. A program with an sglang.Engine has loaded the scheduler.
+    in_scheduler, serves: whether it has loaded SGLang's scheduler and HTTP server. SGLang's command loads its plugins
+    before either. A program with an sglang.Engine has no HTTP server, and neither have the processes that a server
+    starts by multiprocessing; but a server may itself have been started so, as sglang_router.launch_server does.
     """
-    return not in_scheduler and multiprocessing.parent_process() is None
+    if multiprocessing.parent_process() is None:
+        return serves or not in_scheduler
+    return serves and folder.VARIABLE not in environ
 
 
 def _applied(target: str) -> bool:

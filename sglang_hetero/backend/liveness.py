@@ -7,9 +7,11 @@ What is concluded from what:
 * the control service is silent, nobody listens on its port, nor on the bootstrap server's: the server has ended, and
   the requests under way there fail at once;
 * silent, but somebody listens, or nothing comes back at all: it may only be stopped or cut off. Nothing is concluded;
-  SGLang's own heartbeat and the time-outs end what waits for it;
-* a connection to the transfer engine of a rank is refused: that process has ended and writes no more, so that the
-  units of staging that were kept because of it are free again. That is asked as long as there are any (doubts.py).
+  SGLang's own heartbeat and the time-outs end what waits for it. SGLang asks no server that has to be asked anew, which
+  is not in its table; so if the bootstrap server of such a one does not answer us, it is given up as SGLang would;
+* connections to the transfer engine of a rank are refused twice, some seconds apart, and nothing is heard of it
+  meanwhile: that process has ended and writes no more, so that the units of staging that were kept because of it are
+  free again. That is asked as long as there are any (doubts.py).
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ SILENT_SECONDS = 3.0
 AGAIN_SECONDS, MAX_AGAIN_SECONDS = 1.0, 30.0
 """Between two questions to a server that is not well, at first; it doubles each time up to the second. A request for it
 asks at once (Peers.ready)."""
-THREADS, WAITING = 4, 256
-"""Questions to peers that are asked at the same time, and that wait for that. Each takes seconds at most."""
+UNANSWERED_SECONDS = 10.0
+"""So long, and longer than one question, a bootstrap server has not answered when its server is given up; SGLang's
+heartbeat gives it up after two misses, which takes as long."""
 
 
 def news(server: Server, pong: Pong | None, pong_at: float) -> str:
@@ -70,7 +73,7 @@ class Liveness:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers, self._side, self._host, self._clock = peers, side, host, clock
-        self._jobs = Background("hetero-liveness-ask", threads=THREADS, waiting=WAITING)
+        self._jobs = Background("hetero-liveness-ask")
         self._doubts = Doubts(side.manifest.label, side, engine, clock=clock)
         self._closing = threading.Event()
         self._said: set[str] = set()  # addresses of silent servers that the log knows of
@@ -89,6 +92,7 @@ class Liveness:
             try:
                 self.look()
                 self._side.remind()
+                self._peers.pay()
             except Exception:
                 logger.exception("%s: a look at the prefill servers", self._side.manifest.label)
 
@@ -110,12 +114,15 @@ class Liveness:
         if changed and not server.outdated:
             logger.warning("prefill at %s: %s; it is asked anew", server.address, changed)
             self._peers.outdate(server.address, f"prefill at {server.address}: {changed}; try again")
-        silent = client.failure is not None or client.broken or client.silent_seconds > SILENT_SECONDS
+        silent = client.ended or client.broken or client.silent_seconds > SILENT_SECONDS
         # One that was refused is asked anew by the next request for it, not before.
         again = bool(server.outdated) and server.decision.path is not Path.REFUSED
         if (changed or silent or again) and self._is_due(server.address):
             job = self._probe if silent else self._find
             self._jobs.submit(("ask", server.address), lambda: job(server))
+        if server.outdated and server.silent_seconds >= UNANSWERED_SECONDS:
+            why = f"has not answered for {server.silent_seconds:.0f} s"
+            self._jobs.submit(("lost", server.address), lambda: self._lost(server, why))
         return bool(changed or silent or server.outdated)
 
     def _is_due(self, address: str) -> bool:
@@ -129,13 +136,13 @@ class Liveness:
     def _find(self, server: Server) -> None:
         error = self._peers.find(server.address)
         if error is not None and error.refused:
-            self._lost(server, str(error))
+            self._lost(server, f"has ended: {error}")
 
     def _probe(self, server: Server) -> None:
         """Nothing is heard of its control service. Has it ended?"""
         client = server.client
         assert client is not None
-        if client.failure is None and not refuses_connections(client.address):
+        if not client.ended and not refuses_connections(client.address):
             if server.address not in self._said:
                 self._said.add(server.address)
                 logger.warning(
@@ -143,15 +150,17 @@ class Liveness:
                     server.address,
                     client.silent_seconds,
                 )
+            if server.outdated:  # SGLang's heartbeat leaves it out
+                self._find(server)
             return
         self._peers.outdate(server.address, f"prefill at {server.address} has no control service; try again")
         self._find(server)
 
     def _lost(self, server: Server, why: str) -> None:
-        reason = f"prefill at {server.address} has ended: {why}"
-        logger.warning("%s", reason)
-        self._peers.forget(server.address, problem=reason)
-        self._host.hetero_lost(server.address, reason)
+        reason = f"prefill at {server.address} {why}"
+        if self._peers.lose(server, reason):  # else another one has been found there meanwhile
+            logger.warning("%s", reason)
+            self._host.hetero_lost(server.address, reason)
 
 
 def _asked(each: Awaited, known: set[str], troubled: set[str]) -> bool:

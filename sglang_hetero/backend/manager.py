@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from .metrics import observer, tell_report
 from .options import Mode, read
 from .pairing import Decision, Path, Registration, Route, decide, same_layouts
 from .peers import Peers
+from .posts import Posts
 from .rank import Rank, current_rank
 from .rank_report import receiver_fault, report_of
 from .secret import seal_of
@@ -77,8 +79,9 @@ class ManagerMixin:
         self._hetero_state_types = list(args.state_types)
         self._hetero_engine: Engine | None = None
         self._hetero_seal = seal_of(self.hetero_options.token_file)
+        self._hetero_posts = Posts()
         self._hetero_faults = Faults(self.hetero_rank.name, logger)
-        self._hetero_peers = Peers(self, self._hetero_seal)
+        self._hetero_peers = Peers(self, self._hetero_seal, owed_seconds=make.bootstrap_timeout())
         self._hetero_liveness: Liveness | DecodeRanks | None = None
         self._hetero_announcer: Announcer | None = None
         # Requests that were never bound have no epoch of the decode side, and are told under a name of their own.
@@ -152,14 +155,8 @@ class ManagerMixin:
             self._hetero_liveness = Liveness(self._hetero_peers, self.hetero_decode, self._hetero_engine, self)
 
     def _hetero_post(self, endpoint: Endpoint, payload: bytes) -> None:
-        from sglang.srt.utils.network import NetworkAddress
-
-        address = NetworkAddress(endpoint.host, endpoint.port)
         there = Purpose.TO_DECODE if self.hetero_side is Side.PREFILL else Purpose.TO_PREFILL
-        sealed = self._hetero_seal.seal(payload, there, str(endpoint).encode())
-        self._send_multipart_locked(  # type: ignore[attr-defined]
-            address.to_tcp(), [sealed], is_ipv6=address.is_ipv6
-        )
+        self._hetero_posts.post(endpoint, self._hetero_seal.seal(payload, there, str(endpoint).encode()))
 
     # Messages.
 
@@ -234,7 +231,7 @@ class ManagerMixin:
     def _hetero_send_first(self, message: messages.Message) -> None:
         """Send the first token's message. Raises HeteroError if there is no control service."""
         if self._hetero_announcer is None:
-            raise TransferRefused("this prefill rank has not reached its control service yet")
+            raise TransferRefused("this prefill rank is still being started")
         self._hetero_announcer.send_first(message)
 
     def add_transfer_request(  # noqa: PLR0917 (SGLang's signature)
@@ -425,10 +422,9 @@ class ManagerMixin:
             pool = self.connection_pool  # type: ignore[attr-defined]
             for key in [key for key in pool if key.startswith(f"{address}_")]:
                 del pool[key]
-            # SGLang keeps these for every address that there has ever been.
+            # SGLang keeps one for every address that there has ever been. Its set of rooms for each has to stay: a
+            # receiver that is being made adds to it without this lock, and would be missed by `hetero_lost`.
             self.heartbeat_failures.pop(address, None)  # type: ignore[attr-defined]
-            if not self.addr_to_rooms_tracker.get(address):  # type: ignore[attr-defined]
-                self.addr_to_rooms_tracker.pop(address, None)  # type: ignore[attr-defined]
         with self.session_pool_lock:  # type: ignore[attr-defined]
             self.session_pool.pop(address, None)  # type: ignore[attr-defined]
 
@@ -444,11 +440,15 @@ class ManagerMixin:
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """SGLang's heartbeat has given a server up: it has not answered for ten seconds or so."""
         reason = f"prefill at {failed_bootstrap_addr} does not answer SGLang's heartbeat any more"
-        self._hetero_peers.forget(failed_bootstrap_addr)
-        self.hetero_lost(failed_bootstrap_addr, reason)
+        for step in (self._hetero_peers.forget, partial(self.hetero_lost, reason=reason)):
+            try:
+                step(failed_bootstrap_addr)
+            except Exception:  # SGLang's thread would end with it, and ask no server any more
+                logger.exception("%s: %s", self.hetero_rank.name, reason)
 
-    def hetero_takes(self, address: str) -> bool:
-        """Whether requests of this prefill server take our path. Raises HeteroError if it has to be asked first."""
+    def hetero_takes(self, address: str, room: int) -> bool:
+        """Whether a request that begins takes our path. Raises HeteroError if its server has to be asked first."""
+        self._hetero_peers.begins(address, room)
         path = self._hetero_peers.path(address)
         if path is None:
             raise TransferRefused(self.hetero_problem(address))
@@ -466,13 +466,33 @@ class ManagerMixin:
         """Where the ranks of a prefill replica take messages, as far as that is known."""
         return self._hetero_peers.endpoints(address, dp_rank)
 
-    def hetero_give_up(self, room: int, endpoint: Endpoint, reason: str) -> None:
-        """Tell a prefill rank that a request that was never bound will not be: it would wait for its timeout."""
+    def hetero_owe(self, address: str, room: int, reason: str) -> None:
+        """Tell a prefill server of a request that is given up, as soon as it is known where its ranks are."""
+        if self.hetero_mode is not Mode.OFF:
+            self._hetero_peers.owe(address, room, reason)
+
+    def hetero_give_up(self, room: int, endpoints: Sequence[Endpoint], reason: str, *, capable: bool) -> None:
+        """Tell prefill ranks that a request that was never bound will not be: they would wait for their timeout.
+
+        capable: whether they understand our messages; else they are told in SGLang's language.
+        """
+        from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVReceiver
+
         with self.failure_lock:  # type: ignore[attr-defined]
             self._hetero_given_up += 1
             epoch = self._hetero_given_up
-        abort = messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason)
-        self._hetero_post(endpoint, messages.encode(abort))
+        ours = messages.encode(messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason))
+        for endpoint in endpoints:
+            try:
+                if capable:
+                    self._hetero_post(endpoint, ours)
+                    continue
+                there = {"rank_ip": endpoint.host, "rank_port": endpoint.port}
+                sock, lock = CommonKVReceiver._connect_to_bootstrap_server(there)
+                with lock:
+                    sock.send_multipart(AbortNotification(room=room).to_zmq())
+            except Exception as error:  # the others wait as well
+                logger.warning("room %d: the prefill rank at %s was not told: %s", room, endpoint, error)
 
     def hetero_capable(self, address: str) -> bool:
         """Whether that prefill server understands our messages."""
@@ -486,6 +506,11 @@ class ManagerMixin:
         """What SGLang has recorded as the cause of a request's failure."""
         with self.failure_lock:  # type: ignore[attr-defined]
             return str(self.failure_records.get(room) or "SGLang has failed the request")  # type: ignore[attr-defined]
+
+    def hetero_explain(self, room: int, reason: str) -> None:
+        """Record a cause of a request's failure, unless this rank has one."""
+        with self.failure_lock:  # type: ignore[attr-defined]
+            self.failure_records.setdefault(room, reason)  # type: ignore[attr-defined]
 
     # For status pages and tests.
 

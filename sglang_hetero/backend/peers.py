@@ -7,11 +7,12 @@ because something has changed there (liveness.py).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from sglang_hetero.transfer.sources import SourceSet
 from . import capability
 from .background import Background
 from .capability import PrefillServer
+from .owed import Owed
 from .pairing import Decision, Path
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ MAX_SERVERS = 128
 """Servers that are known at a time, the latest used: each has a connection, two threads of ZeroMQ's and one of ours."""
 MAX_PROBLEMS = 256
 """Addresses of which it is known why nothing is known of them."""
+OWED_SECONDS = 300.0
+"""How long prefill waits for a request that decode does not ask for: SGLang's bootstrap timeout, unless it was set."""
 
 
 class Host(Protocol):
@@ -63,6 +67,9 @@ class Host(Protocol):
 
     def hetero_lost(self, address: str, reason: str) -> None:
         """The server has ended: its requests fail."""
+
+    def hetero_give_up(self, room: int, endpoints: Sequence[Endpoint], reason: str, *, capable: bool) -> None:
+        """Tell prefill ranks that a request will not be bound. capable: whether they understand our messages."""
 
 
 @dataclass
@@ -91,6 +98,10 @@ class Server:
     """Whether SGLang has been told of it."""
     outdated: str = ""
     """Why it has to be asked anew before it gets another request, or an empty text."""
+    silent_since: float | None = None
+    """When its bootstrap server first gave no answer, time.monotonic(), and none since; None if the last one came."""
+    silent_seconds: float = 0.0
+    """For how long it had given none when it was last asked."""
 
     @property
     def address(self) -> str:
@@ -100,8 +111,10 @@ class Server:
 class Peers:
     """By the address of a prefill server's bootstrap server. Everything may be called from any thread."""
 
-    def __init__(self, host: Host, seal: Seal, *, jobs: Background | None = None) -> None:
-        """seal: of this process."""
+    def __init__(
+        self, host: Host, seal: Seal, *, jobs: Background | None = None, owed_seconds: float = OWED_SECONDS
+    ) -> None:
+        """seal: of this process. owed_seconds: how long prefill waits for decode to ask for a request."""
         self.side: DecodeSide | None = None
         self.engine: Engine | None = None
         """Both are set when they are there, before SGLang begins requests; None if this rank cannot take our path."""
@@ -111,6 +124,8 @@ class Peers:
         self._problems: OrderedDict[str, str] = OrderedDict()
         self._asked: set[str] = set()
         """Addresses that are being asked, or wait for that."""
+        self._owed = Owed(owed_seconds)
+        self._questions = itertools.count()
         self._jobs = jobs or Background("hetero-ask", threads=ASKING_THREADS, waiting=MAX_ASKED)
 
     # SGLang's scheduler.
@@ -121,16 +136,24 @@ class Peers:
             if self._current(address) is not None:
                 self._servers.move_to_end(address)
                 return True
-            idle, begins = not self._asked, address not in self._asked
-            self._asked.add(address)
-        if begins and not self._jobs.submit(address, lambda: self._ask(address)):
-            with self._changed:
-                self._asked.discard(address)
-            self._trouble(address, f"{MAX_ASKED} other prefill servers wait to be asked; try again")
+            idle = not self._asked
+        self._begin(address)
         with self._changed:
             if idle:
                 self._changed.wait_for(lambda: address not in self._asked, GRACE_SECONDS)
             return self._current(address) is not None
+
+    def _begin(self, address: str) -> None:
+        """Let a server be asked soon, on a thread of ours, unless it is being asked."""
+        with self._changed:
+            if address in self._asked:
+                return
+            self._asked.add(address)
+            number = next(self._questions)  # the job before it, for the same address, may not have returned yet
+        if not self._jobs.submit((address, number), lambda: self._ask(address)):
+            with self._changed:
+                self._asked.discard(address)
+            self._trouble(address, f"{MAX_ASKED} other prefill servers wait to be asked; try again")
 
     def missed(self, address: str) -> None:
         """SGLang does not know a server that is ready: it has dropped it while it was found. It is asked anew."""
@@ -167,10 +190,15 @@ class Peers:
             return server is not None and server.found.capable
 
     def endpoints(self, address: str, dp_rank: int) -> tuple[Endpoint, ...]:
-        """Where the ranks of a replica take messages, as far as that is known."""
+        """Where the ranks of a replica take messages, as far as that is known.
+
+        Not of a server that has to be asked anew: others may be there. One that is refused is, after each request.
+        """
         with self._changed:
             server = self._servers.get(address)
-            return () if server is None else server.endpoints.get(dp_rank, ())
+            if server is None or (server.outdated and server.decision.path is not Path.REFUSED):
+                return ()
+            return server.endpoints.get(dp_rank, ())
 
     def sources(self, address: str, dp_rank: int) -> SourceSet:
         """The ranks of a replica. Raises TransferRefused if there is no such replica, or it has to be asked first."""
@@ -186,7 +214,56 @@ class Peers:
             )
         return found
 
+    def owe(self, address: str, room: int, reason: str) -> None:
+        """A request is given up whose prefill ranks wait for it, and it is not known where: they are told when it is.
+
+        All replicas are: which one has the request may not be known either.
+        """
+        with self._changed:
+            self._owed.add(address, room, reason)
+            server = self._current(address)
+        if server is not None and any(server.endpoints.values()):
+            self._pay(server)
+        else:
+            self._begin(address)
+
+    def begins(self, address: str, room: int) -> None:
+        """A request begins: what is owed because of a former one with its room would end it."""
+        with self._changed:
+            self._owed.drop(address, room)
+
     # Any thread.
+
+    def pay(self) -> None:
+        """Ask a server that something is owed to, if nothing else is to be asked. To be called now and then."""
+        with self._changed:
+            address = None if self._asked else self._owed.due()
+        if address is not None:
+            self._begin(address)
+
+    def _pay(self, server: Server) -> None:
+        """Tell a server's ranks of the requests that were given up before it was known where they are."""
+        address = server.address
+        with self._changed:
+            if not self._owed.of(address):
+                return
+        everywhere = server.endpoints
+        try:
+            if not any(everywhere.values()):
+                everywhere = capability.endpoints(address, server.found.info)
+        except (HeteroError, msgspec.MsgspecError) as error:
+            logger.info("ranks of prefill at %s cannot be told yet what was given up: %s", address, error)
+            return
+        endpoints = [endpoint for each in everywhere.values() for endpoint in each]
+        if not endpoints:
+            return
+        with self._changed:
+            owed = self._owed.take(address)
+        for room, reason in owed.items():
+            try:
+                self._host.hetero_give_up(room, endpoints, reason, capable=server.found.capable)
+            except Exception as error:
+                logger.warning("room %d: prefill at %s was not told: %s", room, address, error)
 
     def servers(self) -> list[Server]:
         """All that are known, those that have to be asked anew included."""
@@ -211,11 +288,29 @@ class Peers:
     def forget(self, address: str, *, problem: str = "") -> None:
         """A server has ended or does not answer any more. problem: why its requests cannot begin."""
         with self._changed:
-            server = self._servers.pop(address, None)
+            server = self._remove(address)
         if problem:
             self._trouble(address, problem)
         if server is not None and server.client is not None:
             server.client.close()
+
+    def lose(self, server: Server, problem: str) -> bool:
+        """As `forget`, if this is still what is known at its address; else nothing happens, and it returns False."""
+        with self._changed:
+            if self._servers.get(server.address) is not server:
+                return False
+            self._remove(server.address)
+        self._trouble(server.address, problem)
+        if server.client is not None:
+            server.client.close()
+        return True
+
+    def _remove(self, address: str) -> Server | None:
+        """The lock is held. Its client is to be closed without it."""
+        server = self._servers.pop(address, None)
+        if server is not None and server.client is not None:
+            server.client.end()  # now: who is about to enter a server with it must see that
+        return server
 
     def find(self, address: str) -> PeerAway | None:
         """Ask a server who it is, and decide about its requests, unless that is being done. Takes seconds.
@@ -233,6 +328,7 @@ class Peers:
             self._find(address)
         except PeerAway as error:
             self._trouble(address, str(error))
+            self._unanswered(address, error)
             logger.info("%s", error)
             return error
         except Exception as error:
@@ -243,6 +339,18 @@ class Peers:
                 self._asked.discard(address)
                 self._changed.notify_all()
         return None
+
+    def _unanswered(self, address: str, error: PeerAway) -> None:
+        with self._changed:
+            server = self._servers.get(address)
+            if server is None:
+                return
+            if not error.unanswered:
+                server.silent_since, server.silent_seconds = None, 0.0
+                return
+            now = time.monotonic()
+            server.silent_since = now if server.silent_since is None else server.silent_since
+            server.silent_seconds = now - server.silent_since
 
     def close(self) -> None:
         """Ask nobody any more, and end the connections."""
@@ -269,6 +377,7 @@ class Peers:
                 self._join(server)
                 server.decision = self._host.hetero_decide(found, server.sources)
             except PeerAway:
+                self._pay(server)  # its bootstrap server has answered, and knows where the ranks are
                 raise
             except HeteroError as error:
                 server.decision = Decision(Path.REFUSED, str(error))
@@ -284,27 +393,38 @@ class Peers:
         logger.info("%s: %s", address, server.decision.reason)
         self._enter(server)
         self._host.hetero_adopt(found, server.decision)
-        server.adopted = True
+        with self._changed:
+            server.adopted = True
+            over = bool(server.outdated) or self._servers.get(address) is not server
+        if over:  # since it was entered: SGLang's table was cleared of it before it was put there
+            self._host.hetero_drop(address)
+        self._pay(server)
         self._replaced(server)
 
     def _enter(self, server: Server) -> None:
-        """From now on this is what is known of the server."""
-        evicted = []
+        """From now on this is what is known of the server. Raises PeerAway if it has been given up meanwhile."""
+        evicted: list[Server | None] = []
         busy = {each.address for each in self.side.awaited().values()} if self.side is not None else set()
         with self._changed:
             former = self._servers.pop(server.address, None)
-            self._servers[server.address] = server
+            over = server.client is not None and server.client.ended
+            if not over:
+                self._servers[server.address] = server
             self._problems.pop(server.address, None)
             while len(self._servers) > MAX_SERVERS:
                 idle = [address for address in self._servers if address not in busy and address != server.address]
                 oldest = idle[0] if idle else next(iter(self._servers))
-                evicted.append(self._servers.pop(oldest))
+                evicted.append(self._remove(oldest))
         if former is not None and former.client is not None and former.client is not server.client:
             former.client.close()
         for each in evicted:
+            assert each is not None
             self._host.hetero_drop(each.address)
             if each.client is not None:
                 each.client.close()
+        if over:
+            self._host.hetero_drop(server.address)
+            raise PeerAway(f"prefill at {server.address} was given up while it was asked; try again")
 
     def _join(self, server: Server) -> None:
         """Learn who its ranks are, if our path is offered and this rank can take it.
@@ -373,7 +493,7 @@ class Peers:
         with self._changed:
             known = self._servers.get(address)
         client = None if known is None or known.control_port != control_port else known.client
-        if client is not None and client.failure is None:
+        if client is not None and not client.ended:
             return client
         host = address.rpartition(":")[0].strip("[]")
         try:

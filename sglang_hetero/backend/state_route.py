@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang_hetero.errors import UpstreamChanged
 from sglang_hetero.state import folder, process
-from sglang_hetero.state.report import Control, State, encode, state_of
+from sglang_hetero.state.report import Control, Report, State, encode, silent, state_of
 
 from .options import Mode, read
 
@@ -31,7 +31,13 @@ STATE_PATH = "/hetero/state"
 HEALTH_PATHS = ("/health", "/health_generate")
 KEEP_SECONDS = 0.5
 """How long an answer is used again: ranks report once a second, and health checks may come from many sides."""
+CONFIRM_SECONDS = 5.0
+"""How long a rank must stay silent while its folder can be written before it is blamed: several looks of its watch, so
+that one whose folder was full until now has reported."""
 OK, BROKEN = 200, 503
+NO_FOLDER = (
+    "its ranks tell nothing: there is no folder for their reports; the log of the start says why (docs/state.md)"
+)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -43,10 +49,12 @@ class Source:
     """Where the answers come from: the folder of the reports, and, on prefill, the control service. Thread-safe."""
 
     def __init__(self, mode: Mode, side: str, where: Path | None, control: Callable[[], Control | None]) -> None:
-        """where: None if this server has no folder: then nobody reports."""
+        """where: None if this server has no folder: then nobody reports. control: how the control service is."""
         self._mode, self._side, self._where, self._control = mode, side, where, control
         self._lock = threading.Lock()
         self._kept: tuple[float, State] | None = None
+        self._silent_since: float | None = None
+        """When a rank was first found to be silent though its folder could be written."""
 
     @property
     def speaks_for_health(self) -> bool:
@@ -58,20 +66,45 @@ class Source:
         with self._lock:
             now = time.monotonic()
             if self._kept is None or now - self._kept[0] > KEEP_SECONDS:
-                reports, problems = ([], []) if self._where is None else folder.read(self._where)
-                self._kept = (
-                    now,
-                    state_of(
-                        reports,
-                        mode=self._mode,
-                        side=self._side,
-                        now=time.monotonic(),
-                        alive=process.alive,
-                        control=self._control(),
-                        problems=problems,
-                    ),
-                )
+                self._kept = (now, self._look())
             return self._kept[1]
+
+    def _look(self) -> State:
+        reports, problems = self._read()
+        now = time.monotonic()
+        return state_of(
+            reports,
+            mode=self._mode,
+            side=self._side,
+            now=now,
+            alive=process.alive,
+            control=self._control(),
+            believed=self._believe(reports, problems, now),
+            problems=problems,
+        )
+
+    def _read(self) -> tuple[list[Report], list[str]]:
+        """The reports of this server's ranks, and what kept others from being read."""
+        if self._where is None:
+            return [], [] if self._mode is Mode.OFF else [NO_FOLDER]
+        reports, problems = folder.read(self._where)
+        # Servers that one program has started by multiprocessing may share its folder.
+        here = os.getpid()
+        return [one for one in reports if not one.parents or here in one.parents], problems
+
+    def _believe(self, reports: list[Report], problems: list[str], now: float) -> bool:
+        """Whether a rank that is silent is so by its own fault. Adds to the problems why not."""
+        if self._where is None or not any(silent(one, now) and process.alive(one.pid) for one in reports):
+            self._silent_since = None
+            return True
+        trouble = folder.unwritable(self._where)
+        if trouble:
+            problems.append(f"no report can be written: {trouble}")
+            self._silent_since = None
+            return False
+        if self._silent_since is None:
+            self._silent_since = now
+        return now - self._silent_since >= CONFIRM_SECONDS
 
 
 class StateMiddleware:

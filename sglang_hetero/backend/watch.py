@@ -7,12 +7,13 @@ What it finds wrong goes to the log when it begins and when it ends, and with ev
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_hetero.state import folder
+from sglang_hetero.state import folder, process
 from sglang_hetero.state.report import Report
 from sglang_hetero.transfer.worker import Worker
 
@@ -39,6 +40,8 @@ class Watch:
         self._seen: frozenset[str] = frozenset()
         self._said: frozenset[str] = frozenset()
         self._unwritten = self._failed = False
+        self._last: Report | None = None
+        self._parents = process.parents(os.getpid())  # as they were at the start: one that ends is one no more
         self.worker = Worker("hetero-watch", self._run)
 
     def stop(self) -> None:
@@ -58,19 +61,28 @@ class Watch:
     def _run(self) -> None:
         while not self._ending.is_set():
             try:
-                report = self.look()
-                self._write(report)
-                self._tell(report)
+                self._once()
                 self._failed = False
             except Exception:
-                # No report is a fault by itself, when it lasts (state/report.py).
                 if not self._failed:
                     logger.exception("this rank's state cannot be told; said once until it can")
                 self._failed = True
             self._ending.wait(self._seconds)
 
+    def _once(self) -> None:
+        try:
+            report = self._last = self.look()
+        except Exception as error:
+            # A rank that cannot be looked at still runs: what was seen last, and why nothing newer is.
+            if self._last is not None:
+                self._last.problems = [f"its state cannot be told any more: {type(error).__name__}: {error}"]
+                self._write(self._last)
+            raise
+        self._write(report)
+        self._tell(report)
+
     def _write(self, report: Report) -> None:
-        report.at, report.beat = time.time(), time.monotonic()
+        report.parents, report.at, report.beat = self._parents, time.time(), time.monotonic()
         try:
             folder.write(self._where, report)
         except OSError as error:

@@ -37,8 +37,8 @@ EXAMPLES = """examples:
   sglang-hetero state --url http://prefill:30000 --url http://decode:30000
   sglang-hetero state --url http://prefill:30000 --json
 
-One line per rank, then what is wrong. Exit status 1 if anything is, or if a server does not answer. The URLs are those
-of SGLang's own servers, not of a router. docs/state.md says what the figures mean."""
+One line per rank, then what is wrong or not known. Exit status 1 if anything is, or if a server does not answer. The
+URLs are those of SGLang's own servers, not of a router. docs/state.md says what the figures mean."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,24 +56,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask every server; a line per rank, then the faults."""
+    """Ask every server; a line per rank, then what is wrong."""
     key = arguments.api_key or os.environ.get(KEY)
-    faults: list[str] = []
+    wrong: list[str] = []
     for url in arguments.url:
         try:
             data = _ask(url.rstrip("/"), key)
             state = decode_state(data)
         except StateError as error:
-            faults.append(f"{url}: {error}")
+            wrong.append(f"fault: {url}: {error}")
             continue
         if arguments.json:
             print(data.decode())
         else:
             print("\n".join(_lines(url, state)))
-        faults += state.faults
-    for fault in faults:
-        print(f"fault: {fault}", file=sys.stderr)
-    return 1 if faults else 0
+        wrong += [f"fault: {fault}" for fault in state.faults]
+        wrong += [f"not known: {problem}" for problem in state.problems]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 def _ask(url: str, key: str | None) -> bytes:

@@ -7,7 +7,6 @@ left: whoever is alive holds a lock on its own folder.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import logging
@@ -15,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, MutableMapping
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from sglang_hetero.errors import StateError
@@ -24,7 +24,7 @@ from .report import Report, decode_report, encode
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SGLANG_HETERO_REPORTS"
-"""Set by the launching process for its children; whatever it was before."""
+"""Set by the launching process for its children; whatever it was before. Empty if it could make no folder."""
 PREFIX = "sglang-hetero-reports-"
 UNFINISHED = ".new-"
 """In front of the name until the lock is held."""
@@ -42,19 +42,26 @@ _locks: list[int] = []
 def make(environ: MutableMapping[str, str]) -> Path:
     """Make this server's folder in the temporary folder (TMPDIR), only for this user, and name it to the children.
 
-    Raises StateError if it cannot be made.
+    Raises StateError if it cannot be made; then the children are told that there is none.
     """
-    parent = Path(tempfile.gettempdir())
+    environ[VARIABLE] = ""
+    parent = unfinished = None
     try:
+        parent = Path(tempfile.gettempdir())  # looks for one that can be written
         _sweep(parent)
         unfinished = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED}{PREFIX}", dir=parent))  # mode 0700
         _locks.append(os.open(unfinished / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         folder = unfinished.rename(parent / unfinished.name.removeprefix(UNFINISHED))
     except OSError as error:
-        raise StateError(f"no folder for the reports of ranks can be made in {parent}: {error}; set TMPDIR") from None
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        where = "any temporary folder" if parent is None else parent
+        raise StateError(f"no folder for the reports of ranks can be made in {where}: {error}; set TMPDIR") from None
     environ[VARIABLE] = str(folder)
-    atexit.register(_remove, folder, os.getpid())
+    # At the end of this process, also of one that multiprocessing has started, where atexit is not heard; below 0:
+    # after its own children.
+    Finalize(None, _remove, args=(folder, os.getpid()), exitpriority=-1)
     return folder
 
 
@@ -72,6 +79,21 @@ def write(folder: Path, report: Report) -> None:
     unfinished.replace(path)
 
 
+def unwritable(folder: Path) -> str:
+    """Why no rank can leave a report there now: this process tries it, with one as large as the largest that is there.
+    An empty text if it can."""
+    trial = folder / f"{os.getpid()}.trial"
+    try:
+        size = max((path.stat().st_size for path in folder.glob(f"*{SUFFIX}")), default=1)
+        try:
+            trial.write_bytes(bytes(min(size, MAX_BYTES)))
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def read(folder: Path) -> tuple[list[Report], list[str]]:
     """All reports, and what kept others from being read, one line each."""
     reports, problems = [], []
@@ -80,7 +102,7 @@ def read(folder: Path) -> tuple[list[Report], list[str]]:
     except OSError as error:
         return [], [f"the reports of the ranks cannot be read: {error}"]
     if not folder.is_dir():
-        return [], [f"the folder with the reports of the ranks is gone ({folder}); restart the server"]
+        return [], [f"the folder with the reports of the ranks is gone ({folder}), until a restart"]
     for path in paths:
         try:
             with path.open("rb") as file:

@@ -40,6 +40,16 @@ def alive(pid: int) -> bool:
     return text.rpartition(")")[2].split()[:1] not in (["Z"], ["X"])
 
 
+def parents(pid: int) -> list[int]:
+    """The processes above one, the nearest first, as far as the kernel tells."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while pid > 1:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found.append(pid)
+    return found
+
+
 def _link(name: str) -> str:
     try:
         return os.readlink(_SELF / "fd" / name)

@@ -24,6 +24,8 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=False):
     rank: str
     """As in messages and in the log: side, place, and host and port of the server."""
     pid: int
+    parents: list[int] = []
+    """Processes above it, the nearest first: the one that serves HTTP is among them."""
     host: str = ""
     tp_rank: int = 0
     tp_size: int = 1
@@ -50,7 +52,9 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=False):
     notes: list[str] = []
     """What is as it may be, and worth to know: a rank that takes SGLang's own path only."""
     faults: list[str] = []
-    """What is wrong, in words."""
+    """What keeps it from serving as it must, in words."""
+    problems: list[str] = []
+    """What of it cannot be told, in words."""
 
 
 class Control(msgspec.Struct, kw_only=True):
@@ -69,14 +73,22 @@ class State(msgspec.Struct, kw_only=True):
     """A server: the answer of `GET /hetero/state`."""
 
     ok: bool
+    """Whether there are no faults."""
     mode: str
     """SGLANG_HETERO of the server."""
     side: str = ""
     """`prefill`, `decode`, or empty for a server that is neither."""
     faults: list[str] = []
-    """What is wrong, each with the name of its rank."""
+    """What keeps it from serving as it must, each with the name of its rank."""
+    problems: list[str] = []
+    """Why this answer is not complete, or not new. It says nothing about the service, so it is no fault."""
     ranks: list[Report] = []
     control: Control | None = None
+
+
+def silent(report: Report, now: float) -> bool:
+    """Whether a rank has not reported for too long. now: CLOCK_MONOTONIC, seconds."""
+    return now - report.beat > STALE_SECONDS
 
 
 def state_of(
@@ -88,21 +100,26 @@ def state_of(
     alive: Callable[[int], bool],
     control: Control | None = None,
     problems: Sequence[str] = (),
+    believed: bool = True,
 ) -> State:
     """What follows from the reports. now: CLOCK_MONOTONIC, seconds. alive: whether a process runs. problems: what kept
-    reports from being read."""
+    reports from being read. believed: whether a process that runs and has not reported for long is at fault itself;
+    it is not while no report can be written."""
     ranks = sorted(reports, key=lambda one: (one.side, one.dp_rank, one.pp_rank, one.tp_rank, one.pid))
-    faults = list(problems)
+    faults, problems = [], list(problems)
     for one in ranks:
         one.age = max(0.0, round(now - one.beat, 1))
         faults += [f"{one.rank}: {fault}" for fault in one.faults]
+        problems += [f"{one.rank}: {problem}" for problem in one.problems]
         if not alive(one.pid):
             faults.append(f"{one.rank}: its process {one.pid} is gone")
-        elif one.age > STALE_SECONDS:
-            faults.append(f"{one.rank} (process {one.pid}) has not reported for {one.age:.0f} s")
+        elif silent(one, now):
+            (faults if believed else problems).append(
+                f"{one.rank} (process {one.pid}) has not reported for {one.age:.0f} s"
+            )
     if control is not None and control.fault:
         faults.append(control.fault)
-    return State(ok=not faults, mode=mode, side=side, faults=faults, ranks=ranks, control=control)
+    return State(ok=not faults, mode=mode, side=side, faults=faults, problems=problems, ranks=ranks, control=control)
 
 
 def encode(what: Report | State) -> bytes:

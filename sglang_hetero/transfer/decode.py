@@ -1,7 +1,8 @@
 """One decode rank's side of the transfer: who it asks, what arrives, and when a request is complete.
 
-Three kinds of threads come here: those that receive messages (`handle`), SGLang's scheduler (`open`, `poll`, `fail`,
-`settle`), and, in reception.py, workers that merge attention KV and, in mode pull, read.
+Threads that come here: one that receives messages (`handle`); SGLang's scheduler (`open`, `poll`, `fail`, `settle`);
+those that watch over peers (`gone`, `lost`, `remind`, `awaited`) and over this rank (`doubts`, `check_integrity`);
+and, in reception.py, workers that merge attention KV and, in mode pull, read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .lifetime import Receiving, ReceivingStatus
 from .link import Awaited
 from .outbox import Ids
 from .pieces import Coverage, Piece
-from .reception import MAX_OVER, Outgoing, Progress, Reception
+from .reception import MAX_OVER, Doubt, Outgoing, Progress, Reception, Writer
 from .sources import SourceSet, source_set
 from .staging import STAGING_OPTION
 
@@ -64,10 +65,11 @@ class DecodeSide(Reception):
         Its window is taken when there are units, first come, first served; then the sources are told. Raises
         HeteroError for what can never work.
         """
-        ids = np.array(pages, dtype=np.int64)
         mode = self.settings.mode
         now = self._clock()
         with self._lock:
+            use = self._use(room)  # also of one that is refused: the other ranks may take it
+            ids = np.array(pages, dtype=np.int64)
             if room in self._current:
                 raise TransferRefused(f"{self.manifest.label} has another request with room {room} under way")
             self._epoch += 1
@@ -88,7 +90,7 @@ class DecodeSide(Reception):
                 perf=self.perf.opened(room, len(ids)),
                 opened=now,
                 progress=now,
-                use=self._use(room),
+                use=use,
             )
             self._units.request((room, inbox.epoch), self.settings.window * len(source_set.stages))
             self._inboxes[room, inbox.epoch] = self._current[room] = inbox
@@ -98,8 +100,8 @@ class DecodeSide(Reception):
     def _use(self, room: int) -> str:
         """A name for this use of a room, without asking the other ranks of this server: they count the same.
 
-        They are given the same requests in the same order. Should one have refused a use of the room, the next one
-        fails at prefill, which compares the names. The lock is held.
+        They are given the same requests in the same order. A use that only some of them refuse fails, and the next one
+        has the same name everywhere. The lock is held.
         """
         count = self._uses.pop(room, 0) + 1
         self._uses[room] = count
@@ -121,9 +123,8 @@ class DecodeSide(Reception):
         self._send(outgoing)
         settings = self.settings
         with self._lock:
-            quarantined = "; ".join(map(str, self.doubts())) if self._units.quarantined else ""
             overdue = inbox.overdue(
-                self._clock(), settings.window_seconds, settings.stall_seconds, self._units, quarantined
+                self._clock(), settings.window_seconds, settings.stall_seconds, self._units, self._doubted
             )
             outgoing = self._fail(inbox, f"{self.manifest.label}: {overdue}") if overdue else []
             again = self._remind()
@@ -138,6 +139,9 @@ class DecodeSide(Reception):
                 return Progress.COMPLETE
             return Progress.WAITING if status is ReceivingStatus.QUEUED else Progress.ARRIVING
 
+    def _doubted(self) -> str:
+        return "; ".join(map(str, self.doubts()))
+
     def first(self, room: int) -> messages.FirstGeneration:
         """The first token and what belongs to it, of a request that is complete."""
         first = self._current[room].first
@@ -147,6 +151,11 @@ class DecodeSide(Reception):
     def reason(self, room: int) -> str:
         """Why a request has failed."""
         return self._current[room].machine.reason or ""
+
+    def waits_for(self, room: int) -> str:
+        """What a request lacks, and of whom; an empty text if nothing."""
+        with self._lock:
+            return self._current[room].waits_for()
 
     def fail(self, room: int, reason: str) -> None:
         """Give a request up; no effect on one that has ended."""
@@ -230,9 +239,10 @@ class DecodeSide(Reception):
                 self._answer_late(message)
             return
         with self._lock:
-            if not inbox.source_set.is_source(message.incarnation, message.source):
+            if not inbox.source_set.addressees.is_source(message.incarnation, message.source):
                 raise ProtocolError(f"room {message.room}: source {message.source} is another process")
-            inbox.source_set.heard.add(message.source)
+            inbox.heard.add(message.source)
+            self._heard.note(message.incarnation, self._clock())
             machine, label = inbox.machine, inbox.source_set.sources[message.source].label
             before = machine.news
             if isinstance(message, messages.Ready):
@@ -279,6 +289,7 @@ class DecodeSide(Reception):
                 return
             if message.incarnation not in {source.incarnation for source in inbox.source_set.sources}:
                 raise ProtocolError(f"room {message.room}: it is from another process than the request was bound to")
+            self._heard.note(message.incarnation, self._clock())
             if inbox.first == message:
                 return  # told twice
             inbox.progress = self._clock()
@@ -293,30 +304,63 @@ class DecodeSide(Reception):
                 outgoing = self._fail(inbox, f"prefill's first token: {error}")
         self._send(outgoing)
 
+    def doubts(self) -> list[Doubt]:
+        """Failed requests whose units are quarantined, those that failed first first."""
+        with self._lock:
+            now = self._clock()
+            failed = [inbox for inbox in self._inboxes.values() if inbox.machine.status is ReceivingStatus.FAILED]
+            return [
+                Doubt(
+                    inbox.room,
+                    inbox.epoch,
+                    sum(map(len, inbox.units)),
+                    now - inbox.ended,
+                    tuple(
+                        Writer(
+                            inbox.source_set.sources[number].label,
+                            inbox.source_set.sources[number].incarnation,
+                            inbox.source_set.sessions[number],
+                        )
+                        for number in sorted(inbox.machine.may_write | inbox.in_doubt)
+                    ),
+                )
+                for inbox in sorted(failed, key=lambda inbox: inbox.ended)
+            ]
+
     def awaited(self) -> dict[str, Awaited]:
         """The prefill processes that requests here have to do with, by incarnation; no I/O."""
         with self._lock:
-            found: dict[str, Awaited] = {}
+            # By identity of the source set, of which there are few: units by number of the source.
+            kept: dict[int, tuple[SourceSet, dict[int, int]]] = {}
             for inbox in self._inboxes.values():
-                failed = inbox.machine.status is ReceivingStatus.FAILED
-                numbers = inbox.machine.may_write | inbox.in_doubt if failed else set(self._all(inbox))
-                for number in sorted(numbers):
-                    source = inbox.source_set.sources[number]
-                    known = found.get(source.incarnation)
-                    units = sum(map(len, inbox.units)) if failed else 0
+                known, units = kept.setdefault(id(inbox.source_set), (inbox.source_set, {}))
+                if inbox.machine.status is ReceivingStatus.FAILED:
+                    own = sum(map(len, inbox.units))
+                    for number in inbox.machine.may_write | inbox.in_doubt:
+                        units[number] = units.get(number, 0) + own
+                elif len(units) < len(known.sources):
+                    for number in self._all(inbox):
+                        units.setdefault(number, 0)
+        found: dict[str, Awaited] = {}
+        for known, units in kept.values():
+            for number, source in enumerate(known.sources):
+                if number in units:
+                    former = found.get(source.incarnation)
+                    more = 0 if former is None else former.units
                     found[source.incarnation] = Awaited(
                         source.label,
-                        inbox.source_set.address,
-                        inbox.source_set.sessions[number],
-                        units + (known.units if known is not None else 0),
+                        known.address,
+                        known.sessions[number],
+                        units[number] + more,
+                        self._heard.last(source.incarnation),
                     )
-            return found
+        return found
 
     def check_integrity(self) -> list[str]:
         """Where the books do not agree, and which threads have ended; empty if all is right. No I/O."""
         with self._lock:
             wrong = integrity.receiving(self._units, self._inboxes, self._current)
-        return [*wrong, *(fault for fault in (self._worker.worker.fault, self._puller.fault) if fault)]
+        return [*wrong, *(fault for fault in (self._worker.fault, self._puller.fault) if fault)]
 
     @property
     def state(self) -> dict[str, int]:

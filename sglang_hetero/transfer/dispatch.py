@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from sglang_hetero.errors import HeteroError
@@ -40,10 +41,13 @@ MAX_OPEN = 1 << 14
 """Requests that decode ranks have bound or given up here and SGLang has not let go of: more than any server runs."""
 MAX_LET_GO = 1 << 14
 """Requests of the last UNCLAIMED_SECONDS that are remembered so; those on SGLang's own path are among them."""
-MAX_REPLACED = 1024
-"""Former decode processes that are remembered, so that a last word of theirs does not undo a restart."""
+MAX_FORMER = MAX_PEERS
+"""Former decode processes that are remembered, so that a last word of theirs does not undo a restart, and one that was
+only taken for dead is known again."""
 MAX_ROOMS = 1 << 16
 """Room numbers whose last use is remembered: far more than requests can be under way."""
+SWEEP_SECONDS = 1.0
+"""Between two looks for what is to be forgotten after UNCLAIMED_SECONDS or longer."""
 UNCLAIMED_SECONDS = 60.0
 """How long it is remembered that a request has failed that only one side has been asked for yet."""
 PULL_HOLD_SECONDS = 30.0
@@ -79,6 +83,24 @@ class Held:
     tokens: int
     moves: int
     """Outbox.moves at that time."""
+
+
+@dataclass
+class Former:
+    """A decode process that was forgotten: another one has its place, it was taken for dead, or there were too many."""
+
+    peer: Peer
+    undrained: tuple[Destination, ...] | None = None
+    """Those of which bytes may still be on their way; None until all its requests have failed."""
+
+
+@dataclass
+class Parked:
+    """A Bind that waits until it can be looked at."""
+
+    message: messages.Bind
+    acked: int = 0
+    """What decode has acknowledged meanwhile of its stage: others have sent all of that."""
 
 
 class Dispatch:
@@ -120,11 +142,33 @@ class Dispatch:
         self._claimed: dict[int, Callable[[], object | None]] = {}
         self._let_go: OrderedDict[int, float] = OrderedDict()  # rooms that ended before decode had bound them, and when
         self._epochs = Epochs(keep=MAX_ROOMS)
-        self._replaced: OrderedDict[str, None] = OrderedDict()  # decode processes whose place another one has taken
-        self._parked: OrderedDict[tuple[str, int, int], messages.Bind] = OrderedDict()
-        self._early: dict[tuple[str, int, int], int] = {}  # what was acknowledged of a request whose Bind is parked
+        self._former: OrderedDict[str, Former] = OrderedDict()  # decode processes that were forgotten
+        self._parked: OrderedDict[tuple[str, int, int], Parked] = OrderedDict()
+        self._swept = float("-inf")
 
     # For SGLang's scheduler.
+
+    def retire(self, room: int) -> None:
+        """SGLang makes a sender for the room: what a former one has left behind that is gone without `release` ends.
+
+        SGLang does so when a client gives a prompt up between two of its chunks.
+        """
+        with self._lock:
+            claim = self._claimed.get(room)
+            if claim is None or claim() is not None:
+                return
+            outbox = self._rooms.get(room)
+            ended = outbox is not None and self._settle(outbox, "SGLang has let go of the request without a word")
+        if ended and outbox is not None:
+            self._settled(outbox)
+        with self._lock:
+            if self._claimed.get(room) is not claim:
+                return
+            del self._claimed[room]
+            if outbox is not None and self._rooms.get(room) is outbox:
+                self._drop(outbox)
+            self._events.forgotten(room)
+        self._unpark(room)
 
     def claim(self, room: int, owner: object | None = None) -> None:
         """SGLang has a sender for the request, which will `release` it. owner: the sender; the claim ends with it."""
@@ -154,7 +198,12 @@ class Dispatch:
         """Drop what no sender has come for in a long time, ended or not: the client has reached decode only."""
         with self._lock:
             now = self._clock()
+            if now - self._swept < SWEEP_SECONDS:
+                return
+            self._swept = now
             self._remember(None, now)
+            for room in [room for room, claim in self._claimed.items() if claim() is None and room not in self._rooms]:
+                del self._claimed[room]  # SGLang does not always say that it lets go
             stale = [
                 outbox
                 for room, outbox in self._rooms.items()
@@ -170,6 +219,8 @@ class Dispatch:
                     self._drop(outbox)
                     self._claimed.pop(outbox.room, None)
                     self._events.forgotten(outbox.room)
+        for outbox in stale:
+            self._unpark(outbox.room)
 
     def fail(self, room: int, reason: str, of: Destination | None = None, *, asked: bool = False) -> None:
         """End a request on this side: no write of it begins any more, and every decode rank is told why.
@@ -199,6 +250,7 @@ class Dispatch:
         outbox.ended, outbox.reason, outbox.progress = True, reason, self._clock()
         outbox.first = outbox.told = None
         if reason is not None:
+            outbox.told_end = False
             for destination in outbox.destinations.values():
                 destination.sending.abort(reason)
         return True
@@ -212,10 +264,13 @@ class Dispatch:
             self._events.succeeded(room)
             return
         logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
-        for destination in list(outbox.destinations.values()):
-            if destination is not asked:
-                self._tell_end(destination, reason)
-            self._farewell(destination)
+        try:
+            for destination in list(outbox.destinations.values()):
+                if destination is not asked:
+                    self._tell_end(destination, reason)
+                self._farewell(destination)
+        finally:
+            outbox.told_end = True
         self._events.failed(room, reason)
 
     def _tell_end(self, destination: Destination, reason: str) -> None:
@@ -260,10 +315,10 @@ class Dispatch:
             )
 
     def failure(self, room: int) -> str | None:
-        """Why a request has failed on this side; None if it has not."""
+        """Why a request has failed on this side, once decode has been told; None before, and if it has not."""
         with self._lock:
             outbox = self._rooms.get(room)
-            return outbox.reason if outbox is not None else None
+            return outbox.reason if outbox is not None and outbox.told_end else None
 
     def release(self, room: int, owner: object | None = None) -> None:
         """SGLang is done with the request; what is still on its way is cut off first.
@@ -297,9 +352,6 @@ class Dispatch:
                 return
             now = self._clock()
             idle = now - outbox.progress
-            waits_for = [
-                each.peer.label for each in outbox.destinations.values() if each.sending.status is SendingStatus.SENDING
-            ]
             again = outbox.repetition.due(now, outbox.progress)
             for each in outbox.destinations.values():
                 each.again |= again and each.has_said
@@ -312,6 +364,11 @@ class Dispatch:
             except HeteroError as error:
                 logger.warning("%s: room %d: the first token was not told again: %s", self.manifest.label, room, error)
         if outbox.closed and idle > self._stall_seconds:
+            waits_for = [
+                each.peer.label
+                for each in list(outbox.destinations.values())
+                if each.sending.status is SendingStatus.SENDING
+            ]
             self.fail(room, f"no progress for {idle:.0f} s, waiting for {', '.join(waits_for)}")
 
     def _unpark(self, room: int | None = None) -> None:
@@ -349,6 +406,8 @@ class Dispatch:
             destination.queued = runnable = not problem and not waits and destination.runnable
         if problem:
             self.fail(destination.room, f"{self.manifest.label} {problem}", of=destination)
+            if destination.unfinished is not None:
+                destination.unfinished.when_ended(partial(self._ended_late, destination, problem))
         elif destination.goodbye:
             self._farewell(destination)
         return runnable
@@ -373,7 +432,11 @@ class Dispatch:
         written = self._writer.write(destination, batch, source.pages, source.slot)
         with self._lock:
             if written.problem:
-                destination.sending.write_failed(written.problem, written.in_doubt)
+                if written.unfinished is None:
+                    destination.sending.write_failed(written.problem, written.in_doubt)
+                else:  # stays in flight until it is known how it ended
+                    destination.sending.abort(written.problem)
+                    destination.unfinished = written.unfinished
                 return written.problem
             outbox = self._rooms.get(destination.room)
             if batch and outbox is not None:
@@ -478,6 +541,13 @@ class Dispatch:
             logger.warning("%s: no %s to %s: %s", self.manifest.label, type(message).__name__, peer.label, error)
             return False
         return True
+
+    def _ended_late(self, destination: Destination, problem: str, settled: bool) -> None:
+        """On an engine's thread: a write that was given up has ended. settled: nothing of it can arrive any more."""
+        with self._lock:
+            destination.sending.write_failed(problem, in_doubt=not settled)
+        logger.info("room %d to %s: what was given up has ended", destination.room, destination.peer.label)
+        self._farewell(destination)
 
     def _farewell(self, destination: Destination) -> None:
         """Tell the peer that nothing of the request will be written any more, once that is so."""

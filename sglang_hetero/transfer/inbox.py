@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_hetero.errors import ProtocolError
@@ -50,13 +51,18 @@ class Inbox:
     perf: ReceivedRecord
     """What the request takes, for the log, the metrics and the trace."""
     opened: float
-    """When it was opened, on the clock of the side; then when something last happened."""
+    """When it was opened, on the clock of the side."""
     progress: float
+    """When something last happened, on the same clock."""
     use: str = ""
     """Names this use of the room: the same at all ranks of this decode server, and never the same again."""
     ended: float = 0.0
     """When it ended, on the clock of the side."""
     repetition: Repetition = field(default_factory=Repetition)
+    heard: set[int] = field(default_factory=set)
+    """Numbers of the sources that have said anything about it: they know this rank."""
+    repeated: bool = False
+    """Whether sources were told again where it goes: one that could not be told the first time may know it."""
     units: tuple[tuple[int, ...], ...] = ()
     """Per stage the offsets of its window in the arena."""
     state_ready: deque[Arrived] = field(default_factory=deque)
@@ -110,17 +116,26 @@ class Inbox:
             )
         return {stage: program.total(message.chunks, message.tokens) for stage, program in enumerate(self.programs)}
 
-    def overdue(self, now: float, window_seconds: float, stall_seconds: float, units: Arena, doubts: str) -> str:
+    def waits_for(self) -> str:
+        """What has not come yet, and from whom; an empty text if nothing is missing."""
+        missing = self.coverage.missing() or ("" if self.first is not None else "the first token")
+        return f"{missing} from {', '.join(source.label for source in self.source_set.sources)}" if missing else ""
+
+    def overdue(
+        self, now: float, window_seconds: float, stall_seconds: float, units: Arena, doubts: Callable[[], str]
+    ) -> str:
         """Why the request has waited too long, or an empty text: for units, or for anything to happen.
 
-        doubts: which units are quarantined, from whom and since when; empty if none are.
+        doubts: tells which units are quarantined, from whom and since when; empty if none are. Asked only when the
+        text needs it, since every poll of every request comes here.
         """
         status, idle = self.machine.status, now - self.progress
         if status is ReceivingStatus.QUEUED and now - self.opened > window_seconds:
+            said = doubts()
             return (
                 f"no units of staging for {now - self.opened:.0f} s: {units.held} of {units.units} are in use, "
-                f"{units.quarantined} wait for a writer{f' ({doubts})' if doubts else ''}; raise {STAGING_OPTION}"
-                f"{', or start the servers again that may still write' if doubts else ''}"
+                f"{units.quarantined} wait for a writer{f' ({said})' if said else ''}; raise {STAGING_OPTION}"
+                f"{', or start the servers again that may still write' if said else ''}"
             )
         if status is ReceivingStatus.OPEN and idle > stall_seconds:
             sources = ", ".join(source.label for source in self.source_set.sources)

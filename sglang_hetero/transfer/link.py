@@ -25,8 +25,10 @@ class Awaited:
     session: str
     """Of its transfer engine."""
     units: int = 0
+    heard: float = float("-inf")
+    """When it last said anything to this rank, time.monotonic()."""
 
 
 Post = Callable[[Endpoint, bytes], None]
-"""Send one encoded message to a rank, from any thread. Raises OSError or zmq's ZMQError (not derived from it) when the
-peer cannot be reached; it never blocks longer than the bound of the socket behind it."""
+"""Send one encoded message to a rank, from any thread, without waiting. Raises PeerAway if it cannot be sent, and then
+it will never arrive; what was sent may still get lost."""

@@ -10,6 +10,7 @@ import torch
 
 from sglang_hetero.merge.assemble import Assembler, Memory
 from sglang_hetero.merge.batch import Staged
+from sglang_hetero.perf.records import Component, component_of
 
 from . import verify
 from .inbox import Arrived, Inbox
@@ -61,11 +62,39 @@ def differences(memory: Memory, inbox: Inbox, arrived: Arrived, said: Mapping[in
     return f"{piece} differs from what prefill has: {found}" if found else ""
 
 
+def measured(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
+    """A batch has been merged in so many seconds. Never raises: the bytes are there, whatever is counted."""
+    try:
+        _measure(inbox, batch, seconds)
+    except Exception:
+        logger.exception("room %d: the figures of a merge", inbox.room)
+
+
+def _measure(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
+    """Each component's part of the seconds is as its part of the bytes."""
+    destination = inbox.source_set.destination
+    found: dict[Component, list[int]] = {}
+    for arrived in batch:
+        found.setdefault(component_of(arrived.piece.role), []).append(destination.nbytes(arrived.piece))
+    left = sum(sum(sizes) for sizes in found.values())
+    per_byte = seconds / left if left else 0.0
+    for component, sizes in found.items():  # one after the other, so that a trace draws them so
+        nbytes = sum(sizes)
+        left -= nbytes
+        inbox.perf.merged(component, nbytes, nbytes * per_byte, len(sizes), ago=left * per_byte)
+
+
 class MergeWorker:
     """A thread that merges what is put on its list, several pieces of one request at once; requests take turns."""
 
-    def __init__(self, name: str, merge_batch: Callable[[Inbox, Sequence[Arrived]], None]) -> None:
-        self._merge_batch = merge_batch
+    def __init__(
+        self,
+        name: str,
+        merge_batch: Callable[[Inbox, Sequence[Arrived]], None],
+        failed: Callable[[Inbox, str], None],
+    ) -> None:
+        """merge_batch: merges, and fails the request itself. failed: fails it when merge_batch has raised."""
+        self._merge_batch, self._failed, self._fault = merge_batch, failed, ""
         self._todo: Lines[Inbox, Arrived] = Lines()
         self.worker = Worker(f"hetero-merger {name}", self._run)
 
@@ -73,16 +102,36 @@ class MergeWorker:
         """Merge this piece; from any thread."""
         self._todo.put(inbox, arrived)
 
+    @property
+    def fault(self) -> str:
+        """That a merge's end was lost, so that its units may never come home, or that the thread has ended, and why.
+
+        An empty text if neither."""
+        return self.worker.fault or self._fault
+
     def stop(self) -> None:
         """End the thread after what is on the list."""
         self.worker.stop()
         self._todo.stop()
 
     def _run(self) -> None:
-        while (found := self._todo.take(MAX_BATCH)) is not None:
-            inbox, batch = found
+        while self._turn():
+            pass
+
+    def _turn(self) -> bool:
+        """One batch; False when there will be no more. What it worked on is referred to by nothing afterwards."""
+        found = self._todo.take(MAX_BATCH)
+        if found is None:
+            return False
+        inbox, batch = found
+        try:
+            self._merge_batch(inbox, batch)
+        except BaseException as error:
+            # What gets here is a fault of ours, and the thread serves others.
+            self._fault = f"the end of a merge was not told: {type(error).__name__}: {error}"
+            logger.critical("room %d: the merge worker's turn failed", inbox.room, exc_info=True)
             try:
-                self._merge_batch(inbox, batch)
+                self._failed(inbox, self._fault)
             except BaseException:
-                # merge_batch fails the request itself; what gets here is a fault of ours, and the thread serves others.
-                logger.exception("room %d: the merge worker's turn failed", inbox.room)
+                logger.critical("room %d: nor can the request be failed", inbox.room, exc_info=True)
+        return True

@@ -22,6 +22,7 @@ from .link import Endpoint
 from .pieces import COMPLETE, NOTHING, Mark, Piece, SourceSide, StageProgram, StateMode
 
 if TYPE_CHECKING:
+    from .engine.asked import Unfinished
     from .mover import Mover
 
 Ids = npt.NDArray[np.int64]
@@ -46,6 +47,8 @@ class Peer:
     side: SourceSide | None = None
     programs: dict[tuple[tuple[tuple[Role, int], ...], StateMode], StageProgram] = field(default_factory=dict)
     mover: Mover | None = None
+    heard: float = float("-inf")
+    """When it last said anything, time.monotonic()."""
 
     @property
     def label(self) -> str:
@@ -195,6 +198,8 @@ class Destination:
     """Of the request."""
     goodbye: bool = False
     """Whether `Drained` has to be told once no write is in flight."""
+    unfinished: Unfinished | None = None
+    """Of a write that was given up: who will say when nothing of it can arrive any more."""
     again: bool = False
     """Whether what was announced and is not acknowledged has to be announced again."""
 
@@ -283,10 +288,14 @@ class Outbox:
     ended: bool = False
     reason: str | None = None
     """Why it failed; None if it has not."""
+    told_end: bool = True
+    """False from its failure until every decode rank has been told: SGLang may not know before, or what other ranks of
+    this server say when it lets go of the request reaches decode before the cause."""
 
     @property
     def bound(self) -> bool:
-        return len(self.destinations) == self.expected
+        """Whether every decode rank has told where the request goes; never of one that ended before any had."""
+        return 0 < len(self.destinations) == self.expected
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,8 @@
 """One prefill rank's side: what arrives from decode ranks, what the scheduler hands over, what goes out.
 
-Three kinds of threads come here: those that receive messages (`handle`, `topology`), SGLang's scheduler (`send`,
-`fail`, `release`, `check`), and, in dispatch.py, one mover per decode rank.
+Threads that come here: those that receive messages (`handle`, `topology`), SGLang's scheduler (`send`, `fail`,
+`release`, `check`), the follower of forward passes (`reached`, `locate`), those that look who is still there
+(`awaited`, `gone`) and how the rank is (`state`, `check_integrity`), and, in dispatch.py, one mover per decode rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sglang_hetero.layout.wire import decode as decode_manifest
 
 from . import integrity, messages
 from .device import Done, at_once
-from .dispatch import MAX_OPEN, MAX_PARKED, MAX_PEERS, MAX_REPLACED, Dispatch
+from .dispatch import MAX_FORMER, MAX_OPEN, MAX_PARKED, MAX_PEERS, Dispatch, Former, Parked
 from .lifetime import SendingStatus
 from .link import Awaited, Endpoint
 from .mover import Mover
@@ -51,11 +52,16 @@ class PrefillSide(Dispatch):
 
     def handle(self, message: messages.Message) -> None:
         """A message of a decode rank. What is wrong with it fails its request, or is dropped and counted."""
+        self._handle(message)
+
+    def _handle(self, message: messages.Message, acked: int = 0) -> None:
+        """acked: what decode acknowledged while the message, a Bind, was parked."""
         try:
+            self._hear(message.incarnation)
             if isinstance(message, messages.Register):
                 self._register(message)
             elif isinstance(message, messages.Bind):
-                self._bind(message)
+                self._bind(message, acked)
             elif isinstance(message, messages.Abort):
                 self._abort(message)
             elif isinstance(message, (messages.Ack, messages.Finish)):
@@ -80,14 +86,48 @@ class PrefillSide(Dispatch):
             message.control,
         )
         with self._lock:
-            if message.incarnation in self._replaced:
+            if message.incarnation in self._former:
                 raise ProtocolError("another process has taken its place")
             if message.incarnation in self._peers:
                 return
-            gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
-            peer.mover = Mover(manifest.label, self._turn, yields=self._busy_waits)
-            self._peers[message.incarnation] = peer
+            gone = self._enter(peer)
         logger.info("%s: %s registered, session %s", self.manifest.label, peer.label, peer.session)
+        for old in gone:
+            self._forget(old)
+        self._unpark()
+
+    def _enter(self, peer: Peer) -> list[Peer]:
+        """Know a decode rank from now on. Whom it displaces has to be forgotten as soon as the lock is free.
+
+        The lock is held. Raises ProtocolError if there are too many.
+        """
+        gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
+        peer.mover = Mover(peer.label, self._turn, yields=self._busy_waits)
+        peer.heard = self._clock()
+        self._peers[peer.incarnation] = peer
+        return gone
+
+    def _hear(self, incarnation: str) -> None:
+        """A process has said something, so it lives: know it again, if it was forgotten and no other has its place.
+
+        It may have been taken for dead wrongly, and its Abort has to be answered. Raises ProtocolError if there are too
+        many.
+        """
+        with self._lock:
+            known = self._peers.get(incarnation)
+            if known is not None:
+                known.heard = self._clock()
+            former = self._former.get(incarnation)
+            if former is None or former.undrained is None:
+                return
+            peer = former.peer
+            if any(other.place == peer.place for other in self._peers.values()):
+                return
+            gone = self._enter(peer)
+            del self._former[incarnation]
+            # It is told that nothing is under way to it any more only when that is so.
+            self._destinations.update({each.key: each for each in former.undrained if not each.sending.drained})
+        logger.warning("%s: %s lives and is known again", self.manifest.label, peer.label)
         for old in gone:
             self._forget(old)
         self._unpark()
@@ -106,8 +146,8 @@ class PrefillSide(Dispatch):
         with self._lock:
             waiting = [key for key in self._parked if room is None or key[1] == room]
             parked = [self._parked.pop(key) for key in waiting]
-        for message in parked:
-            self.handle(message)
+        for each in parked:
+            self._handle(each.message, each.acked)
 
     def awaited(self) -> dict[str, Awaited]:
         """The decode processes that requests stand still for, by incarnation; no I/O."""
@@ -118,7 +158,7 @@ class PrefillSide(Dispatch):
                 still = outbox is None or now - outbox.progress > STILL_SECONDS
                 if still and each.sending.status is not SendingStatus.FINISHED:
                     peer = each.peer
-                    found[peer.incarnation] = Awaited(peer.label, str(peer.endpoint), peer.session)
+                    found[peer.incarnation] = Awaited(peer.label, str(peer.endpoint), peer.session, heard=peer.heard)
             return found
 
     def gone(self, incarnations: frozenset[str], why: str) -> None:
@@ -131,24 +171,30 @@ class PrefillSide(Dispatch):
     def _forget(self, peer: Peer, why: str = "was started again") -> None:
         """Another process has taken a peer's place, or it has ended."""
         with self._lock:
-            self._peers.pop(peer.incarnation, None)
-            self._replaced[peer.incarnation] = None
-            while len(self._replaced) > MAX_REPLACED:
-                self._replaced.popitem(last=False)
+            if self._peers.get(peer.incarnation) is not peer:
+                return  # another thread has
+            del self._peers[peer.incarnation]
+            former = self._former[peer.incarnation] = Former(peer)
+            while len(self._former) > MAX_FORMER:
+                self._former.popitem(last=False)
             keys = [key for key in self._destinations if key[0] == peer.incarnation]
             destinations = [self._destinations.pop(key) for key in keys]
         for destination in destinations:
             self.fail(destination.room, f"{peer.label} {why}", of=destination)
         if peer.mover is not None:
             peer.mover.stop()
+        with self._lock:
+            peer.plan = peer.side = None
+            peer.programs.clear()
+            former.undrained = tuple(each for each in destinations if not each.sending.drained)
 
-    def _bind(self, message: messages.Bind) -> None:
+    def _bind(self, message: messages.Bind, acked: int) -> None:
         key = (message.incarnation, message.room, message.epoch)
         if message.source != self.manifest.incarnation:
             raise ProtocolError(f"room {message.room} is bound to {message.source}, which this process has replaced")
         self._sweep()
         with self._lock:
-            if message.incarnation in self._replaced:
+            if message.incarnation in self._former:
                 raise ProtocolError(f"room {message.room} is bound by a process that another one has replaced")
             peer = self._peers.get(message.incarnation)
             late = peer is not None and self._epochs.late(*key)
@@ -169,18 +215,23 @@ class PrefillSide(Dispatch):
             self._refuse(message, peer, f"the request had ended at {self.manifest.label} before it was bound")
             return
         with self._lock:
+            peer = self._peers.get(message.incarnation)  # another thread may have let the rank in, or the same Bind
+            if peer is not None and self._epochs.late(*key):
+                return
             if peer is None or not self._sources or self._in_use(message):
-                self._park(key, message)
+                self._park(key, message, acked)
                 return
-            if not self._epochs.open(*key):
-                return
+            self._epochs.open(*key)
         try:
-            self._accept(message, peer)
+            self._accept(message, peer, acked)
         except HeteroError as error:
-            self._refuse(message, peer, str(error))
             with self._lock:
                 self._end_unbound(message.room, str(error))
             self.fail(message.room, str(error))
+            with self._lock:
+                entered = key in self._destinations
+            if not entered:  # else it is told when nothing of it is under way
+                self._refuse(message, peer, str(error))
 
     def _end_unbound(self, room: int, reason: str) -> None:
         """The request may be waiting here for a Bind that will not come, or not come again; the lock is held."""
@@ -224,14 +275,14 @@ class PrefillSide(Dispatch):
             return False
         return True
 
-    def _park(self, key: tuple[str, int, int], message: messages.Bind) -> None:
+    def _park(self, key: tuple[str, int, int], message: messages.Bind, acked: int) -> None:
         """Keep it until it can be looked at; the lock is held."""
-        self._parked[key] = message
+        before = self._parked.get(key)
+        self._parked[key] = Parked(message, acked if before is None else max(acked, before.acked))
         while len(self._parked) > MAX_PARKED:
-            dropped, _ = self._parked.popitem(last=False)
-            self._early.pop(dropped, None)
+            self._parked.popitem(last=False)
 
-    def _accept(self, message: messages.Bind, peer: Peer) -> None:
+    def _accept(self, message: messages.Bind, peer: Peer, acked: int) -> None:
         """Enter a destination. Raises HeteroError for what this rank would not do as decode expects."""
         with self._lock:
             destination = destination_of(message, peer, self._sources, self._number)
@@ -261,7 +312,8 @@ class PrefillSide(Dispatch):
             outbox.destinations[message.rank] = destination
             destination.perf = outbox.perf
             self._destinations[destination.key] = destination
-            destination.sending.acked(self._early.pop(destination.key, 0))
+            parked = self._parked.pop(destination.key, None)  # repeated while this one waited
+            destination.sending.acked(acked if parked is None else max(acked, parked.acked))
             outbox.progress = self._clock()
             outbox.extend(destination)
             self._wake(destination)
@@ -273,9 +325,9 @@ class PrefillSide(Dispatch):
     def _progress(self, message: messages.Ack | messages.Finish) -> None:
         key = (message.incarnation, message.room, message.epoch)
         with self._lock:
-            if key in self._parked and isinstance(message, messages.Ack):
-                # Others have sent all of what is acknowledged.
-                self._early[key] = max(message.upto, self._early.get(key, 0))
+            parked = self._parked.get(key)
+            if parked is not None and isinstance(message, messages.Ack):
+                parked.acked = max(message.upto, parked.acked)
                 return
             destination = self._destinations.get(key)
             outbox = self._rooms.get(message.room)
@@ -311,8 +363,9 @@ class PrefillSide(Dispatch):
         self._sweep()
         with self._lock:
             self._parked.pop(key, None)
-            self._early.pop(key, None)
             peer = self._peers.get(message.incarnation)
+            if peer is not None and peer.label not in reason:
+                reason = f"{peer.label}: {reason}"
             destination = self._destinations.get(key)
             never_bound = self._epochs.open(*key)
             outbox = self._rooms.get(message.room)

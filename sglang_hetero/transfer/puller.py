@@ -6,6 +6,7 @@ Batch by batch: as many pieces as the window has units are read from all sources
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -84,12 +85,27 @@ class Puller:
         self.fault = ""
         """That the end of a read could not be told, and why: its request waits for it for ever. Else an empty text."""
 
-    def start(self, inbox: Inbox, reads: Sequence[Read], done: Report) -> None:
-        """Begin to read; `done` is told of each source."""
-        for read in reads:
-            self._executor.submit(self._read, inbox, read, done)
+    def start(self, inbox: Inbox, reads: Sequence[Read], done: Report) -> tuple[int, str]:
+        """Begin to read; `done` is told of each source.
 
-    def _read(self, inbox: Inbox, read: Read, done: Report) -> None:
+        Returns how many reads were begun, and why the others were not, or an empty text. Of those nothing arrives, and
+        `done` is not told of them.
+        """
+        for number, read in enumerate(reads):
+            claim = threading.Lock()
+            try:
+                self._executor.submit(self._read, inbox, read, done, claim)
+            except Exception as error:  # no more threads, or the executor is shut down
+                # An executor that cannot start a thread has put the task on its list nevertheless, and another thread
+                # of it may run it: whoever has the claim decides.
+                begun = number + (not claim.acquire(blocking=False))
+                return begun, f"a read could not be begun: {type(error).__name__}: {error}"
+        return len(reads), ""
+
+    def _read(self, inbox: Inbox, read: Read, done: Report, claim: threading.Lock) -> None:
+        """claim: whoever gets it first decides whether this read takes place; it is never released."""
+        if not claim.acquire(blocking=False):
+            return
         source, remote, local, sizes = read
         outcome = Outcome()
         try:

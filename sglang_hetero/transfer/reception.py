@@ -24,20 +24,21 @@ from sglang_hetero.errors import HeteroError, ProtocolError
 from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.layout.wire import encode as encode_manifest
 from sglang_hetero.merge.assemble import Memory
-from sglang_hetero.perf.records import Component, Perf, component_of, silent
+from sglang_hetero.perf.records import Perf, silent
 
 from . import lifetime, messages
 from .counters import Counters
 from .device import ForwardLane, Lane
 from .engine.base import Engine
 from .faults import Faults
+from .heard import Heard
 from .inbox import Arrived, Inbox
 from .lifetime import ReceivingStatus
 from .link import Endpoint, Post
-from .merger import MergeWorker, differences, merge
+from .merger import MergeWorker, differences, measured, merge
 from .pieces import Piece, StateMode
 from .puller import Outcome, Puller, next_batch, pieces_to_read, reads_of
-from .sources import SourceSet
+from .sources import Addressees
 from .staging import Arena, per_stage
 
 logger = logging.getLogger(__name__)
@@ -154,10 +155,11 @@ class Reception:
         self._epoch = secrets.randbits(EPOCH_BITS)
         self._uses: OrderedDict[int, int] = OrderedDict()  # how often each room was opened here
         # How requests ended here, by room and epoch, those that ended last.
-        self._over: OrderedDict[tuple[int, int], tuple[SourceSet, str | None]] = OrderedDict()
+        self._over: OrderedDict[tuple[int, int], tuple[Addressees, str | None]] = OrderedDict()
+        self._heard = Heard()
         self._next_look = 0.0
         self._lane = Lane(arena.device)
-        self._worker = MergeWorker(manifest.label, self._merge_batch)
+        self._worker = MergeWorker(manifest.label, self._merge_batch, self._turn_failed)
         readers = MAX_READERS if settings.parallel_pull else 1
         self._puller = Puller(engine, ThreadPoolExecutor(readers, thread_name_prefix="hetero-reader"))
 
@@ -173,11 +175,7 @@ class Reception:
                     sources = inbox.source_set.stages[stage].sources
                     outgoing += self._to(inbox, sources, messages.Ack, stage=stage, upto=upto)
                 case lifetime.Pull():
-                    inbox.to_read = pieces_to_read(inbox)
-                    elsewhere = inbox.elsewhere()
-                    if elsewhere:
-                        outgoing += self._fail(inbox, elsewhere)
-                    outgoing += self._read_on(inbox)
+                    outgoing += self._read_all(inbox)
                 case lifetime.Settle(reason):
                     outgoing += self._settle(inbox, reason)
                 case lifetime.ReturnUnits():
@@ -217,7 +215,7 @@ class Reception:
 
     def _remember(self, inbox: Inbox, reason: str | None) -> None:
         """How a request has ended, for sources to which that got lost."""
-        self._over[inbox.room, inbox.epoch] = (inbox.source_set, reason)
+        self._over[inbox.room, inbox.epoch] = (inbox.source_set.addressees, reason)
         while len(self._over) > MAX_OVER:
             self._over.popitem(last=False)
 
@@ -251,12 +249,13 @@ class Reception:
             return []
         self._next_look = now + LOOK_SECONDS
         outgoing: Outgoing = []
+        forgotten: set[tuple[int, int]] = set()  # once per look: a registration is large
         for inbox in self._inboxes.values():
             status = inbox.machine.status
             if status is ReceivingStatus.QUEUED or not inbox.repetition.due(now, inbox.progress):
                 continue  # nobody has been told anything
             if status is ReceivingStatus.OPEN:
-                outgoing += self._say_again(inbox)
+                outgoing += self._say_again(inbox, forgotten)
             elif status is ReceivingStatus.FAILED:
                 fields = _abort_fields(inbox, inbox.machine.reason or "")
                 outgoing += self._to(inbox, sorted(inbox.machine.may_write), messages.Abort, **fields)
@@ -264,10 +263,18 @@ class Reception:
             self.counters.add("repeated", len(outgoing))
         return outgoing
 
-    def _say_again(self, inbox: Inbox) -> Outgoing:
-        """Where an open request goes, and how far it is. A source that has given it up answers that it has."""
+    def _say_again(self, inbox: Inbox, forgotten: set[tuple[int, int]]) -> Outgoing:
+        """Where an open request goes, and how far it is. A source that has given it up answers that it has.
+
+        forgotten: sources (identity of their set, number) that are registered with again in this look, since they may
+        not know us any more. What they have said about other requests does not tell: those may be long over.
+        """
         known = inbox.source_set
-        known.registered.intersection_update(known.heard)  # the others may not know us
+        for number in self._all(inbox):
+            if number not in inbox.heard and (id(known), number) not in forgotten:
+                forgotten.add((id(known), number))
+                known.registered.discard(number)
+        inbox.repeated = True
         outgoing = self._invite(inbox)
         for stage, upto in enumerate(inbox.machine.acknowledged):
             if upto:
@@ -278,8 +285,9 @@ class Reception:
         """A source still sends a request that has ended here: our word about that was lost. The lock is free."""
         with self._lock:
             known, reason = self._over.get((message.room, message.epoch), (None, None))
-        if known is None or not known.is_source(message.incarnation, message.source):
-            return
+            if known is None or not known.is_source(message.incarnation, message.source):
+                return
+            self._heard.note(message.incarnation, self._clock())
         fields: dict[str, Any] = {
             "room": message.room,
             "epoch": message.epoch,
@@ -290,8 +298,8 @@ class Reception:
         try:
             self._post(known.endpoints[message.source], messages.encode(answer))
         except Exception as error:
-            label = known.sources[message.source].label
-            logger.warning("%s: no %s to %s: %s", self.manifest.label, type(answer).__name__, label, error)
+            name, where = type(answer).__name__, known.endpoints[message.source]
+            logger.warning("%s: no %s to prefill at %s: %s", self.manifest.label, name, where, error)
 
     # Units.
 
@@ -383,10 +391,17 @@ class Reception:
                             inbox.source_set.registered.discard(number)
                             unknown.add((id(inbox.source_set), number))
                         later += self._fail(inbox, reason)
-                        if isinstance(message, messages.Bind):  # it will never know where to write
+                        # It will never know where to write, unless another thread has told it meanwhile.
+                        if isinstance(message, messages.Bind) and not inbox.repeated:
                             later += self._carry_out(inbox, inbox.machine.drained(number))
 
     # Merging.
+
+    def _turn_failed(self, inbox: Inbox, problem: str) -> None:
+        """On the worker's thread: nobody knows how far the end of a merge has come."""
+        with self._lock:
+            outgoing = self._fail(inbox, problem)
+        self._send(outgoing)
 
     def _merge_batch(self, inbox: Inbox, batch: Sequence[Arrived]) -> None:
         """On the worker's thread."""
@@ -399,9 +414,9 @@ class Reception:
                 began = time.monotonic()
                 with self._lane.active():
                     merge(self._arena, inbox.source_set.assembler, inbox, batch)
-                _measured(inbox, batch, time.monotonic() - began)
+                measured(inbox, batch, time.monotonic() - began)
                 problem = self._verified(inbox, batch)
-            except Exception as error:
+            except BaseException as error:  # whatever it is: SGLang and the units wait for the end of this merge
                 logger.exception("room %d: merge failed", inbox.room)
                 problem = f"merge failed: {type(error).__name__}: {error}"
         with self._quiet:
@@ -417,7 +432,7 @@ class Reception:
             with self._forward.active():
                 began = time.monotonic()
                 merge(self._arena, inbox.source_set.assembler, inbox, batch)
-                _measured(inbox, batch, time.monotonic() - began)
+                measured(inbox, batch, time.monotonic() - began)
                 problem = self._verified(inbox, batch)
         except Exception as error:
             logger.exception("room %d: merge of linear state failed", inbox.room)
@@ -441,13 +456,16 @@ class Reception:
         outgoing = self._fail(inbox, problem) if problem else []
         inbox.progress = self._clock()
         for arrived in batch:
-            if self._is_open(inbox):
-                try:
+            try:
+                if self._is_open(inbox):
                     inbox.coverage.add(arrived.piece)
                     self.counters.add("pieces")
-                except ProtocolError as error:
-                    outgoing += self._fail(inbox, str(error))
-            outgoing += self._ended(inbox, arrived)
+            except Exception as error:
+                outgoing += self._fail(inbox, _told(inbox, "counting a piece", error))
+            try:
+                outgoing += self._ended(inbox, arrived)
+            except Exception as error:
+                outgoing += self._fail(inbox, _told(inbox, "the end of a merge", error))
         newest = {
             (id(to), number, message.stage): message
             for to, number, message in outgoing
@@ -465,29 +483,6 @@ class Reception:
             return self._carry_out(inbox, inbox.machine.merged(arrived.stage, arrived.seq))
         inbox.unmerged -= 1
         return [] if inbox.unmerged else self._read_on(inbox)
-
-    def doubts(self) -> list[Doubt]:
-        """Failed requests whose units are quarantined, those that failed first first."""
-        with self._lock:
-            now = self._clock()
-            failed = [inbox for inbox in self._inboxes.values() if inbox.machine.status is ReceivingStatus.FAILED]
-            return [
-                Doubt(
-                    inbox.room,
-                    inbox.epoch,
-                    sum(map(len, inbox.units)),
-                    now - inbox.ended,
-                    tuple(
-                        Writer(
-                            inbox.source_set.sources[number].label,
-                            inbox.source_set.sources[number].incarnation,
-                            inbox.source_set.sessions[number],
-                        )
-                        for number in sorted(inbox.machine.may_write | inbox.in_doubt)
-                    ),
-                )
-                for inbox in sorted(failed, key=lambda inbox: inbox.ended)
-            ]
 
     def _is_open(self, inbox: Inbox) -> bool:
         return inbox.machine.status is ReceivingStatus.OPEN
@@ -508,6 +503,16 @@ class Reception:
 
     # Mode pull; the lock is held but in `_read_done`.
 
+    def _read_all(self, inbox: Inbox) -> Outgoing:
+        """Begin to read all that was not pushed."""
+        try:
+            inbox.to_read = pieces_to_read(inbox)
+            problem = inbox.elsewhere()
+        except Exception as error:
+            problem = _told(inbox, "what is to be read", error)
+        outgoing = self._fail(inbox, problem) if problem else []
+        return outgoing + self._read_on(inbox)
+
     def _read_on(self, inbox: Inbox) -> Outgoing:
         """Read the next pieces, or report that all has been read, or that a failed request reads no more.
 
@@ -515,21 +520,25 @@ class Reception:
         """
         if inbox.in_doubt:
             return []
-        inbox.batch = next_batch(inbox.to_read, inbox.units) if self._is_open(inbox) else []
-        if not inbox.batch:
-            return self._carry_out(inbox, inbox.machine.pulled())
+        try:
+            inbox.batch = next_batch(inbox.to_read, inbox.units) if self._is_open(inbox) else []
+            problem = self._read_batch(inbox) if inbox.batch else ""
+        except Exception as error:
+            problem = _told(inbox, "what is to be read next", error)
+        outgoing = self._fail(inbox, problem) if problem else []
+        if not inbox.reading:  # else the last of those that were begun comes here again
+            outgoing += self._carry_out(inbox, inbox.machine.pulled())
+        return outgoing
+
+    def _read_batch(self, inbox: Inbox) -> str:
+        """Begin to read the batch. Returns why that is not possible, or an empty text."""
         assert inbox.first is not None
         pages = inbox.first.page_ids.astype(np.int64)
-        try:
-            reads = reads_of(inbox, inbox.batch, self._arena.data_ptr(), pages, inbox.first.slot)
-        except HeteroError as error:
-            outgoing = self._fail(inbox, str(error))
-            return outgoing + self._carry_out(inbox, inbox.machine.pulled())
-        inbox.reading = len(reads)
+        reads = reads_of(inbox, inbox.batch, self._arena.data_ptr(), pages, inbox.first.slot)
         inbox.reading_since = time.monotonic()
-        self.counters.add("reads", len(reads))
-        self._puller.start(inbox, reads, self._read_done)
-        return []
+        inbox.reading, problem = self._puller.start(inbox, reads, self._read_done)
+        self.counters.add("reads", inbox.reading)
+        return problem
 
     def _read_done(self, inbox: Inbox, source: int, outcome: Outcome) -> None:
         """On a reader's thread: a source has been read from. When all have, the pieces are merged."""
@@ -561,27 +570,13 @@ class Reception:
         return outgoing
 
 
+def _told(inbox: Inbox, what: str, error: Exception) -> str:
+    """A reason to fail a request with. what: the step that raised, for what only a fault of ours can raise."""
+    if isinstance(error, HeteroError):
+        return str(error)
+    logger.error("room %d: %s failed", inbox.room, what, exc_info=error)
+    return f"{what} failed: {type(error).__name__}: {error}"
+
+
 def _abort_fields(inbox: Inbox, reason: str) -> dict[str, Any]:
     return {"use": inbox.use, "reason": reason}
-
-
-def _measured(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
-    """A batch has been merged in so many seconds. Never raises: the bytes are there, whatever is counted."""
-    try:
-        _measure(inbox, batch, seconds)
-    except Exception:
-        logger.exception("room %d: the figures of a merge", inbox.room)
-
-
-def _measure(inbox: Inbox, batch: Sequence[Arrived], seconds: float) -> None:
-    """Each component's part of the seconds is as its part of the bytes."""
-    destination = inbox.source_set.destination
-    found: dict[Component, list[int]] = {}
-    for arrived in batch:
-        found.setdefault(component_of(arrived.piece.role), []).append(destination.nbytes(arrived.piece))
-    left = sum(sum(sizes) for sizes in found.values())
-    per_byte = seconds / left if left else 0.0
-    for component, sizes in found.items():  # one after the other, so that a trace draws them so
-        nbytes = sum(sizes)
-        left -= nbytes
-        inbox.perf.merged(component, nbytes, nbytes * per_byte, len(sizes), ago=left * per_byte)

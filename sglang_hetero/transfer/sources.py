@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from sglang_hetero.errors import TopologyError
@@ -16,6 +17,18 @@ from . import messages
 from .lifetime import Stage
 from .link import Endpoint
 from .pieces import DestinationSide, SourceSide, StageProgram, StateMode, Window, window_for
+
+
+@dataclass(frozen=True)
+class Addressees:
+    """Who the sources are and where they hear us, by number: all that a request that has ended needs of them."""
+
+    endpoints: tuple[Endpoint, ...]
+    incarnations: tuple[str, ...]
+
+    def is_source(self, incarnation: str, source: int) -> bool:
+        """Whether source number `source` is the process that calls itself `incarnation`."""
+        return 0 <= source < len(self.incarnations) and self.incarnations[source] == incarnation
 
 
 @dataclass
@@ -35,9 +48,13 @@ class SourceSet:
     """Of the sources' transfer engines, for reading."""
     programs: dict[StateMode, tuple[StageProgram, ...]] = field(default_factory=dict)
     registered: set[int] = field(default_factory=set)
-    """Numbers of the sources that were sent our registration."""
-    heard: set[int] = field(default_factory=set)
-    """Numbers of the sources that have said anything: they have our registration."""
+    """Numbers of the sources that were sent our registration. One that has forgotten it says nothing about the next
+    request: see `Inbox.heard`."""
+
+    @cached_property
+    def addressees(self) -> Addressees:
+        """The sources without the plan, the same object each time."""
+        return Addressees(self.endpoints, tuple(source.incarnation for source in self.sources))
 
     @property
     def sources(self) -> tuple[Manifest, ...]:
@@ -74,10 +91,6 @@ class SourceSet:
             "area_bytes": nbytes,
             "pages_per_piece": dict(self.window.pages_per_piece),
         }
-
-    def is_source(self, incarnation: str, source: int) -> bool:
-        """Whether source number `source` is the process that calls itself `incarnation`."""
-        return 0 <= source < len(self.sources) and self.sources[source].incarnation == incarnation
 
 
 def source_set(

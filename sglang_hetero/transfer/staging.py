@@ -105,11 +105,6 @@ class Arena:
             del self._quarantine[owner]
             self._free.extend(reversed(held.units))
 
-    def gone(self, writer: Hashable) -> None:
-        """A writer's session is closed: nothing of it arrives any more, whoever was the owner."""
-        for owner in list(self._quarantine):
-            self.drained(owner, writer)
-
     @property
     def units(self) -> int:
         """All units."""

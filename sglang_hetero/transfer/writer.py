@@ -21,6 +21,7 @@ from sglang_hetero.reshard.bind import Descriptors
 
 from . import messages, verify
 from .device import Lane
+from .engine.asked import Unfinished
 from .engine.base import Engine, EngineError
 from .outbox import Destination, Ids
 from .pieces import UNIT_OPTION, Part, Piece
@@ -143,6 +144,8 @@ class Written:
     ended: float = 0.0
     problem: str = ""
     in_doubt: bool = False
+    unfinished: Unfinished | None = None
+    """Where it is in doubt, but will be known."""
 
 
 class Writer:
@@ -165,7 +168,8 @@ class Writer:
             ended = time.monotonic()
             digests = self._digests(destination, own, pages, slot) if destination.verify else ()
         except EngineError as error:
-            return Written(problem=f"could not write to {peer.label}: {error}", in_doubt=not error.settled)
+            problem = f"could not write to {peer.label}: {error}"
+            return Written(problem=problem, in_doubt=not error.settled, unfinished=error.unfinished)
         except HeteroError as error:
             return Written(problem=f"for {peer.label}: {error}")
         except Exception as error:
@@ -191,9 +195,10 @@ class Writer:
     def _digests(
         self, destination: Destination, own: Sequence[tuple[int, Piece]], pages: Ids, slot: int
     ) -> tuple[bytes, ...]:
-        side, made = destination.side, destination.peer.plan
-        assert made is not None
-        return tuple(verify.source_digests(made, side.source, piece, self._memory, pages, slot) for _, piece in own)
+        side = destination.side
+        return tuple(
+            verify.source_digests(side.plan, side.source, piece, self._memory, pages, slot) for _, piece in own
+        )
 
 
 def _announced(own: Sequence[tuple[int, Piece]]) -> tuple[messages.AnnouncedPiece, ...]:

@@ -35,6 +35,10 @@ STRANGER = Handoff(100, 2, seed=3, prefill=1, decode=1)
 """One of the other two servers."""
 
 
+ABORTED = ("Aborted by AbortReq", "aborted between two chunks")
+"""SGLang's own words on the side that is told, and the harness's in their place where SGLang has none."""
+
+
 class Scene(Protocol):
     """What a script works with."""
 

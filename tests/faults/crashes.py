@@ -7,7 +7,7 @@ from tests.harness import On, Pair
 from tests.harness.flow import Flow, Strike
 from tests.harness.processes import Condition, call_all
 
-from .cases import NEIGHBOUR, PROMPT, STRANGER, Case, End
+from .cases import ABORTED, NEIGHBOUR, PROMPT, STRANGER, Case, End
 from .steps import Ambush, Placed, When, Who, holding, reached
 from .topologies import BOOTSTRAP_SECONDS, GRACE_SECONDS, P1D2, P2D1, P2D3, P3D2, P4D2, STALL_SECONDS, Topology
 
@@ -21,8 +21,6 @@ LONG_PAUSE_SECONDS = BOOTSTRAP_SECONDS + 2.0
 PREFILL_WORDS = ("prefill TP", "prefill at ")
 """How decode names who has let it down: a rank, or a server by its bootstrap address."""
 DECODE_WORDS = ("decode TP",)
-ABORTED = ("Aborted by AbortReq", "aborted between two chunks")
-"""SGLang's own words on the side that is told, and the harness's in their place where SGLang has none."""
 UNBOUND = "had ended at prefill TP"
 """What prefill says of a request that it has let go of before it was bound: it does not remember why."""
 HANDSHAKE_WORDS = (*DECODE_WORDS, "Bootstrapping")

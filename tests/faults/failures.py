@@ -7,7 +7,7 @@ from sglang_hetero.transfer.pieces import StateMode
 from tests.harness import Abort, On
 from tests.harness.sabotage import At, Do, Rule
 
-from .cases import NEIGHBOUR, PROMPT, STRANGER, Case, End
+from .cases import ABORTED, NEIGHBOUR, PROMPT, STRANGER, Case, End
 from .steps import Who
 from .topologies import GRACE_SECONDS, P1D2, P2D1, P2D3, P3D2, STALL_SECONDS, Topology, with_mode
 
@@ -123,7 +123,8 @@ def _endings(topology: Topology) -> Iterator[Case]:
     """A client goes away after two chunks, and what tells so is met."""
     for kind, sender in ENDING.items():
         side = On.PREFILL if kind == "Failed" else On.DECODE
-        who = Who(sender, topology.prefill_tp - 1 if sender is On.PREFILL else 0)
+        # The rank that SGLang tells first: the others may hear it from decode before SGLang tells them.
+        who = Who(sender, 0)
         for do in (Do.LOSE, Do.DOUBLE, Do.LATE, Do.GARBLE, Do.VERSION, Do.EPOCH, Do.INCARNATION):
             rule = Rule(At.POST, do, kind=kind, seconds=LATE_SECONDS)
             yield Case(
@@ -132,7 +133,7 @@ def _endings(topology: Topology) -> Iterator[Case]:
                 topology,
                 f"both sides fail within {STALL_SECONDS:g} s",
                 NONE,
-                dict.fromkeys(On, (*STILL, "gave the request up", "Aborted by AbortReq")),
+                dict.fromkeys(On, (*STILL, "gave the request up", *ABORTED)),
                 lambda room, who=who, rule=rule: [(who, replace(rule, room=room))],  # type: ignore[misc]
                 prompt=replace(PROMPT, abort=Abort(side, chunks=2)),
                 within=2 * STALL_SECONDS + GRACE_SECONDS,

@@ -299,7 +299,7 @@ def _manifests(rng: Random) -> tuple[bytes, Callable[[], Any]]:
     return data, lambda: wire.decode(data)
 
 
-_OFFER = {"version": m.VERSION, "control_port": 1234, "mode": "auto", "unsupported": ["because"]}
+_OFFER = {"version": m.VERSION, "control_port": 1234, "mode": "auto", "unsupported": ["because"], "instance": "5e"}
 
 
 def _offers(rng: Random) -> tuple[bytes, Callable[[], Any]]:

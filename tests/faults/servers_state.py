@@ -39,7 +39,7 @@ class State:
             label = f"TP{rank.tp_rank}/{rank.tp_size}"
             for group in (rank.ours, rank.sglang, rank.process):
                 figures |= {f"{label}: {name}": value for name, value in group.items() if name not in UNUSED}
-        return cls(figures, state.faults)
+        return cls(figures, [*state.faults, *state.problems])
 
     def started_again(self, now: "State") -> "State":
         """Start values of a server's new processes: threads, sockets and memory are theirs, all else is as before."""

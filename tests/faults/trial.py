@@ -92,7 +92,7 @@ class Trial:
             else:
                 self._strike()
             if not self._hung:
-                self._come_home(final=self._case.restart is None)
+                self._come_home(final=not (self._case.restart or self._case.restarted))
                 self._restart()
                 self._hand_over_afresh()
                 self._come_home(final=True)

@@ -69,13 +69,23 @@ class DecodeRank(Rank):
         """AbortReq before the request runs (scheduler.py, abort_request)."""
         self.live[room].decode_request.kv_receiver.abort()
 
+    def give_up_servers(self) -> None:
+        """SGLang's heartbeat has missed all prefill servers twice, whether they live or not."""
+        for address in list(self.manager.prefill_info_table):
+            self.manager._handle_node_failure(address)
+
     def commit(self, room: int) -> None:
-        """It has arrived on all ranks (decode.py, _commit_transfer_to_req); the request keeps its memory."""
+        """It has arrived on all ranks (decode.py, _commit_transfer_to_req), and makes its first step; the request keeps
+        its memory."""
         self.transfers.queue.remove(self.live[room].decode_request)
         self.live[room].decode_request.kv_receiver.clear()
+        self.step([room])
 
     def step(self, rooms: Sequence[int]) -> None:
-        """Decode has processed a step of these requests, as our hook on SGLang's batch result processor is told."""
+        """Decode has processed a step of these requests, as our hook on SGLang's batch result processor is told.
+
+        Without it every record waits for its request's first step for minutes, and a long run looks like a leak.
+        """
         from types import SimpleNamespace
 
         from sglang_hetero.backend import steps

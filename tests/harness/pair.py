@@ -177,6 +177,7 @@ class Pair:
         when one ends; the pair is of no more use then.
         """
         call_all(self.running if strikes else self.ranks, "poison")
+        before = [list(group.ranks) for group in self.decodes]
         started = time.monotonic()
         journeys = [self.journey(handoff) for handoff in handoffs]
         way = Flow(journeys, [forward] if isinstance(forward, Forward) else (forward or self.forwards), strikes)
@@ -193,8 +194,10 @@ class Pair:
         if before_compare is not None:
             before_compare(self, result)
         differences = []
-        for group in self.decodes:
-            rooms = [each.room for each in arrived if each.decode_ranks is group.ranks]
+        for group, ranks in zip(self.decodes, before, strict=True):
+            # What arrived before a restart has gone with the process; the new one must hold nothing.
+            same = group.ranks == ranks
+            rooms = [each.room for each in arrived if each.decode_ranks is group.ranks and same]
             if strikes and flow.condition(group.ranks) is not Condition.RUNNING:
                 continue
             for found in call_all(group.ranks, "differences", rooms, leftovers):

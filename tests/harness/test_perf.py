@@ -15,7 +15,7 @@ from sglang_hetero.perf.spans import Track
 from . import Geometry, Handoff, Harness, Leftovers, Pair, Result, flow
 from .flow import Abort, On
 from .geometry import ITEMSIZE
-from .processes import RankProcess, call_all
+from .processes import RankProcess
 from .product import PULL, geometry
 
 TOKENS = 150
@@ -44,11 +44,6 @@ def lines(rank: RankProcess) -> list[dict[str, Any]]:
     return [json.loads(line.split(PREFIX, 1)[1]) for line in text.splitlines() if PREFIX in line]
 
 
-def step(pair: Pair, result: Result) -> None:
-    """Decode's first own step, while the requests still have their memory."""
-    call_all(pair.decode, "step", [placement.room for placement in result.decode])
-
-
 def traced(folder: Path, writes: int, responses: int) -> Parts:
     """The trace of one request, when every rank has written the end of it."""
 
@@ -62,7 +57,7 @@ def traced(folder: Path, writes: int, responses: int) -> Parts:
 
 
 def handed_over(pair: Pair, handoffs: Sequence[Handoff]) -> Result:
-    result = pair.handoff_many(handoffs, leftovers=Leftovers.UNTOUCHED, before_compare=step)
+    result = pair.handoff_many(handoffs, leftovers=Leftovers.UNTOUCHED)
     assert result.succeeded, [outcome.reasons for outcome in result.outcomes]
     assert not result.differences
     pair.quiet()

@@ -50,6 +50,35 @@ def test_who_never_answers_is_named(harness: Harness) -> None:
         check_all_is_back(pair)
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["never-asked", "heartbeat-missed"])
+def test_prefill_that_is_well_hears_of_what_is_given_up_before_it_is_bound(harness: Harness, known: bool) -> None:
+    """It would wait for SGLang's bootstrap timeout. Decode gives its request up before it knows the server, or when
+    SGLang's heartbeat has missed a server that is only slow."""
+    with harness.pair(SHAPE, prefill_tp=2, decode_tp=1) as pair:
+        (decode,) = pair.decode
+        if known:
+            check(pair, [Handoff(10)])
+        request = Request(FAR_AWAY, 10, 0, pair.prefills[0].side.bootstrap_port)
+        call_all(pair.prefill, "open", [request])
+        decode.call("open", [request])
+        if known:
+            until(lambda: decode.call("poll", [FAR_AWAY]) == [2], lambda: "decode does not know its prefill server")
+            decode.call("give_up_servers")
+        else:
+            decode.call("abort", FAR_AWAY)
+        assert decode.call("poll", [FAR_AWAY]) == [0]
+        reason, _ = decode.call("fail", FAR_AWAY)
+        decode.call("release", FAR_AWAY, False)
+        cause = "does not answer SGLang's heartbeat" if known else "given up before it began"
+        assert cause in reason
+        for rank in pair.prefill:
+            told = f"{rank.name} was not told"
+            until(lambda rank=rank: rank.call("poll", [FAR_AWAY]) == [0], lambda told=told: told, SOON)
+            assert cause in rank.call("conclude", FAR_AWAY, True)
+        check_all_is_back(pair)
+        check(pair, [Handoff(129, 2, seed=1)])
+
+
 @pytest.mark.full
 def test_a_prefill_server_that_ends_and_is_started_again(harness: Harness) -> None:
     with harness.pair(SHAPE, prefill_tp=2, decode_tp=1) as pair:

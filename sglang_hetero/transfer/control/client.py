@@ -39,7 +39,7 @@ class ControlClient:
     what it raises is counted and logged. `failure` is the error that ended the thread, else None. `pong`: the newest
     answer to a sign of life, None before the first; `pong_at`: when it came, time.monotonic(). on_broken: called in
     the client's thread when the connection breaks, as it does at once when the service's process ends; `broken` until
-    something comes again.
+    something comes again. `ended`: nothing comes or goes any more, for ever.
     All methods may be called from any thread.
     """
 
@@ -120,7 +120,7 @@ class ControlClient:
             self.send(TopologyRequest(incarnation=self._incarnation, dp_rank=dp_rank))
             with self._condition:
                 self._condition.wait_for(
-                    lambda: self._ended or self._ready(dp_rank, before), min(pause, deadline - time.monotonic())
+                    lambda: self.ended or self._ready(dp_rank, before), min(pause, deadline - time.monotonic())
                 )
                 self._check_running()
                 if found := self._ready(dp_rank, before):
@@ -140,21 +140,26 @@ class ControlClient:
         return newest if newest and newest.ready and count > before else None
 
     @property
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
+        """Whether it is closed or has failed: such a client is of no use again."""
         return self._closing or self.failure is not None
 
     def _check_running(self) -> None:
-        if self._ended:
+        if self.ended:
             why = f"has failed: {self.failure}" if self.failure else "is closed"
             raise ControlError(f"the client of the control service at {self.address} {why}")
 
-    def close(self) -> None:
-        """Send what waits if that can be done at once, stop, free everything; may be called again.
-        Takes at most CLOSE_SECONDS and LINGER_MS."""
+    def end(self) -> None:
+        """Begin to close, and wait for nothing: it has `ended` from now on. `close` waits until all is freed."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         self._wake.set()
+
+    def close(self) -> None:
+        """Send what waits if that can be done at once, stop, free everything; may be called again.
+        Takes at most CLOSE_SECONDS and LINGER_MS."""
+        self.end()
         if threading.current_thread() is self._thread:
             return  # from the callback: the thread ends after it
         self._thread.join(common.CLOSE_SECONDS)

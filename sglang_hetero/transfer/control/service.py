@@ -144,8 +144,8 @@ class ControlService:
         if expired:
             self._faults.note("expired", f"{expired} messages for ranks that did not come back")
         for identity in self._registry.connected():
-            # Only sending tells that a connection is broken: the process has ended, or ZeroMQ's heartbeat was not
-            # answered. Then decode must not be told that the replica is complete.
+            # Only sending tells that a connection is broken: the process has ended, or has confirmed nothing for
+            # SILENCE_SECONDS. Then decode must not be told that the replica is complete.
             if self._deliver(identity, self._pong(True)) == zmq.EHOSTUNREACH:
                 log.warning("the connection to %s is broken", self._registry.left(identity))
                 self._answers.clear()

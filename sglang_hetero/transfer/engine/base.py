@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from sglang_hetero.errors import HeteroError
 
+from .asked import Unfinished
+
 Words = npt.NDArray[np.uint64]
 """Addresses or sizes, one per descriptor."""
 Region = tuple[int, int]
@@ -26,12 +28,17 @@ class EngineError(HeteroError):
     settled: nothing of the failed call will land any more. Where it is False the bytes may still be on their way: the
     remote memory must stay out of use, and the local memory unchanged, until the peer's session is gone. Earlier
     slices of the same call have landed, later ones were never started.
+
+    unfinished: where it is not settled but will be known later: who will say so.
     """
 
-    def __init__(self, message: str, *, peer_gone: bool = False, settled: bool = False) -> None:
+    def __init__(
+        self, message: str, *, peer_gone: bool = False, settled: bool = False, unfinished: Unfinished | None = None
+    ) -> None:
         super().__init__(message)
         self.peer_gone = peer_gone
         self.settled = settled
+        self.unfinished = unfinished
 
 
 class Engine(Protocol):

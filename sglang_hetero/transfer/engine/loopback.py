@@ -18,6 +18,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from .asked import Unfinished
 from .base import Batch, EngineError, Region, check_batch, check_regions, describe, split
 
 GATE_SECONDS = 20.0
@@ -68,6 +69,8 @@ class Fault:
     error: str = ""
     """Raise EngineError with this text."""
     peer_gone: bool = False
+    unfinished: Unfinished | None = None
+    """Of the error; the test says how it ended."""
     settled: bool | None = None
     """Of the error; None: what is true, not `late`."""
 
@@ -283,6 +286,7 @@ class LoopbackEngine:
                 f"loopback: {operation} failed ({fault.error}): {describe(batch, session)}",
                 peer_gone=fault.peer_gone,
                 settled=settled,
+                unfinished=fault.unfinished,
             )
 
 

@@ -1,9 +1,16 @@
 """Mooncake. Figures and behaviour are of mooncake 0.3.13.post1.
 
-Why a failed batch is in doubt here (`EngineError.settled`): the native call returns at the FIRST descriptor that fails,
-or after 30 s, while the others of the batch are still being moved; and over TCP the peer goes on applying what its
-socket holds. So it is settled only if the peer's process is gone. For the same reason a batch is never repeated: the
-repetition could succeed, its memory be used for something else, and then stragglers of the first attempt land in it.
+What is known of a failed write (`EngineError.settled`). Over TCP each descriptor is begun by a call of its own and
+asked about until it has ended. One that has *landed* was acknowledged by the peer after its last byte was in the
+peer's memory. One that has *failed* may still land: its connection is closed then, but the peer goes on applying what
+the two kernels hold of it. So a write is settled when all that was begun has landed, or the peer's process is gone.
+Where a peer merely stands still, or the network does, everything lands in the end.
+
+Other transports have a call for a whole batch, which returns at the FIRST descriptor that fails, or after 30 s, while
+the others are still being moved, and cannot be asked about afterwards: settled only if the peer's process is gone.
+
+A batch is never repeated: the repetition could succeed, its memory be used for something else, and then stragglers of
+the first attempt land in it.
 """
 
 import os
@@ -13,10 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .base import EngineError
+import numpy.typing as npt
+
+from .asked import Calls
+from .base import EngineError, check_batch
 from .native import Code, Limits, NativeEngine
 
-TCP = Limits(descriptors=256, outstanding=1024, busy_waits=True)
+TCP = Limits(descriptors=256, outstanding=1024, asks=True)
 """Mooncake keeps 1,024 descriptors of a peer in a queue and 1,024 more in a waiting room whose guests are failed after
 1 s; the next one is rejected. Measured: 2,060 pass, 3,000 are rejected, and after a rejection EVERY later call to that
 peer fails (watched for 60 s). So all threads together stay within the queue. Within it the size of a call matters
@@ -29,6 +39,15 @@ one call's lists small and its busy-waiting short. Not measured: there was no su
 
 QUEUE_OPTION = "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"
 LEGACY_OPTION = "MC_TCP_PROTO"
+DEADLINE_OPTIONS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
+"""After so long without progress (30 s each unless set) Mooncake closes a connection and calls its descriptor failed.
+What the two kernels hold of it lands all the same, later, and nobody can tell when (measured). Without them a
+descriptor ends when the peer has acknowledged it, which it does after its last byte, or when the kernel ends the
+connection."""
+NO_DEADLINE = 7 * 24 * 3600
+"""Seconds: there is no value for "never"."""
+PATIENCE = 30.0
+"""Seconds without a descriptor's end after which a write fails; Mooncake's own measure for a call that waits."""
 OVERLAPPED = -7
 """Mooncake's code for a region that overlaps a registered one."""
 CONNECT_SECONDS = 1.0
@@ -41,8 +60,19 @@ class Mooncake(NativeEngine):
 
     name = "Mooncake"
 
-    def __init__(self, upstream: Any, limits: Limits | None = None) -> None:
+    def __init__(self, upstream: Any, limits: Limits | None = None, *, patience: float = PATIENCE) -> None:
         super().__init__(upstream, limits or limits_for(os.environ))
+        self._patience = patience
+        if self._limits.asks:
+            for option in DEADLINE_OPTIONS:  # read anew for every transfer
+                os.environ.setdefault(option, str(NO_DEADLINE))
+
+    def write(self, session: str, sources: npt.ArrayLike, destinations: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
+        if not self._limits.asks:
+            return super().write(session, sources, destinations, sizes)
+        batch = check_batch(sources, destinations, sizes)
+        calls = Calls(self._native.transfer_submit_write, self._native.transfer_check_status, self._patience)
+        self._write_asking(calls, session, batch)
 
     def _unregister(self, addresses: list[int]) -> int:
         code: int = self._native.batch_unregister_memory(addresses)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
+from .asked import Calls, Inquiry, Unfinished, Watch
 from .base import Batch, EngineError, Region, check_batch, check_regions, describe, split
 
 Code = int | str
@@ -29,6 +30,8 @@ class Limits:
     descriptors: int
     outstanding: int
     busy_waits: bool = False
+    asks: bool = False
+    """Writes are begun one by one and asked about, so that it is known when nothing of a failed one can arrive."""
 
 
 class NativeEngine(ABC):
@@ -49,6 +52,7 @@ class NativeEngine(ABC):
         self._peers: dict[str, _Peer] = {}
         self._registered: list[int] = []
         self._closed = False
+        self._watch = Watch(self.name)
 
     @property
     def session(self) -> str:
@@ -103,6 +107,12 @@ class NativeEngine(ABC):
 
     def _transfer(self, what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
         self._refuse_closed()
+        with self._in_use(session) as peer:
+            self._transfer_to(peer, what, native, session, batch)
+
+    @contextmanager
+    def _in_use(self, session: str) -> Iterator["_Peer"]:
+        """The books of a peer, which stay as long as this lasts."""
         with self._lock:
             peer = self._peers.pop(session, None) or _Peer(self._limits.outstanding)
             self._peers[session] = peer
@@ -110,7 +120,7 @@ class NativeEngine(ABC):
             if len(self._peers) > MAX_PEERS:
                 self._peers.pop(next((name for name, each in self._peers.items() if not each.users), ""), None)
         try:
-            self._transfer_to(peer, what, native, session, batch)
+            yield peer
         finally:
             with self._lock:
                 peer.users -= 1
@@ -123,13 +133,56 @@ class NativeEngine(ABC):
             # peer is tried with a single descriptor, so that what is left cannot pile up to an overflow.
             peer.in_doubt = code != 0
             if code != 0:
-                raise self._failure(what, session, part, code)
+                raise self._failure(what, f"failed (code {code})", session, part)
 
-    def _failure(self, what: str, session: str, part: Batch, code: Code) -> EngineError:
+    def _write_asking(self, calls: Calls, session: str, batch: Batch) -> None:
+        """A write whose descriptors are begun one by one, so that the end of each is known, sooner or later."""
+        self._refuse_closed()
+        with self._in_use(session) as peer:
+            for part in split(batch, descriptors=self._limits.descriptors, first=1 if peer.in_doubt else None):
+                self._write_part(peer, calls, session, part)
+
+    def _write_part(self, peer: "_Peer", calls: Calls, session: str, part: Batch) -> None:
+        if not peer.take(len(part), calls.patience):
+            # What was begun before has not ended, and there is a limit to what may be under way.
+            message = (
+                f"{self.name} write to {session} was not begun: nothing there has moved for {calls.patience:.0f} s"
+            )
+            raise EngineError(message, settled=True)
+        inquiry, refused = Inquiry(lambda number: call(calls.ask, number)), None
+        for local, remote, size in zip(part.local.tolist(), part.remote.tolist(), part.sizes.tolist(), strict=True):
+            number = call(calls.begin, session, local, remote, size)
+            if isinstance(number, str) or number == 0:
+                refused = number
+                break
+            inquiry.add(number)
+        ended = inquiry.wait(calls.patience, lambda: self._closed)
+        peer.in_doubt = not ended
+        if not ended:
+            unfinished = self._watch.take(inquiry, lambda: peer.give(len(part)))
+            outcome = f"has ended nowhere for {calls.patience:.0f} s, {len(inquiry)} descriptors are left"
+            raise self._failure("write", outcome, session, part, unfinished=unfinished)
+        peer.give(len(part))
+        if refused is not None or inquiry.failed:
+            # What was refused was never begun; what raised may have been.
+            settled = not inquiry.failed and not isinstance(refused, str)
+            outcome = f"failed (code {refused if inquiry.failed == 0 else inquiry.unknown or -1})"
+            raise self._failure("write", outcome, session, part, settled=settled)
+
+    def _failure(
+        self,
+        what: str,
+        outcome: str,
+        session: str,
+        part: Batch,
+        *,
+        settled: bool = False,
+        unfinished: Unfinished | None = None,
+    ) -> EngineError:
         gone = self.peer_gone(session)
         cause = "nobody listens there any more" if gone else self._transfer_remedy()
-        message = f"{self.name} {what} failed (code {code}): {describe(part, session)}; {cause}"
-        return EngineError(message, peer_gone=gone, settled=gone)
+        message = f"{self.name} {what} {outcome}: {describe(part, session)}; {cause}"
+        return EngineError(message, peer_gone=gone, settled=gone or settled, unfinished=None if gone else unfinished)
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -150,15 +203,23 @@ class _Peer:
 
     @contextmanager
     def room(self, descriptors: int) -> Iterator[None]:
-        with self._queue, self._freed:
-            self._freed.wait_for(lambda: self._free >= descriptors)
-            self._free -= descriptors
+        self.take(descriptors, None)
         try:
             yield
         finally:
-            with self._freed:
-                self._free += descriptors
-                self._freed.notify()
+            self.give(descriptors)
+
+    def take(self, descriptors: int, patience: float | None) -> bool:
+        """Wait for room; False if there was none within `patience` seconds since it was this call's turn."""
+        with self._queue, self._freed:
+            found = self._freed.wait_for(lambda: self._free >= descriptors, patience)
+            self._free -= descriptors if found else 0
+        return found
+
+    def give(self, descriptors: int) -> None:
+        with self._freed:
+            self._free += descriptors
+            self._freed.notify()
 
 
 def call(native: Callable[..., int], *arguments: object) -> Code:

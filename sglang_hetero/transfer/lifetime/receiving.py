@@ -50,7 +50,7 @@ class Settle:
 
     Well: tell every source that this destination is finished; the request may go on here. Not: tell every source, also
     those that know nothing of the room yet, to stop and to answer when it has drained; its pages may be freed as soon
-    as no merge is running (`Receiving.merging`).
+    as nobody merges any more. Merges that were issued and not begun are reported like the others, and do nothing.
     """
 
     reason: str | None
@@ -133,7 +133,7 @@ class Receiving(Generic[P]):
 
     @property
     def merging(self) -> frozenset[tuple[int, int]]:
-        """(stage, seq) of the merges that were issued and not reported. After a failure, fence these."""
+        """(stage, seq) of the merges that were issued and not reported: begun or not, the units wait for them."""
         return frozenset(self._merging)
 
     @property
@@ -340,6 +340,7 @@ class Receiving(Generic[P]):
         self._reason = reason
         self._news += 1
         self._progress.clear()  # late announcements are not looked at
+        self._lacking = None  # is asked no more, and usually refers to what owns this machine: a cycle
         return (Settle(reason), *self._return_units())
 
     def _return_units(self) -> tuple[Action[P], ...]:

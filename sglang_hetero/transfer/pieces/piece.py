@@ -82,7 +82,7 @@ class SourceSide:
     """One source's part of a plan. The source itself has one for each destination, decode one for each source."""
 
     def __init__(self, plan: Plan, source: int) -> None:
-        self.source = source
+        self.plan, self.source = plan, source
         shares: dict[tuple[Role, int], Share] = {}
         for share in plan.of(source):
             for layer in share.layers:

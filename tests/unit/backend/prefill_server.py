@@ -196,6 +196,8 @@ class Tables:
     path: Path = Path.OURS
     adopted: dict = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    told: list = field(default_factory=list)
+    """Of requests that were given up: (room, ports of the ranks, reason, whether they understand our messages)."""
     dropped: int = 0
 
     def hetero_decide(self, server, sources):
@@ -211,3 +213,6 @@ class Tables:
     def hetero_lost(self, address, reason):
         self.lost[address] = reason
         self.adopted.pop(address, None)
+
+    def hetero_give_up(self, room, endpoints, reason, *, capable):
+        self.told.append((room, [endpoint.port for endpoint in endpoints], reason, capable))

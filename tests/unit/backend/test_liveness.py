@@ -1,6 +1,8 @@
 """Decode notices that a prefill server has ended, was started again, or only stands still; and asks who is gone."""
 
 import logging
+import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 
 from sglang_hetero.backend import doubts as doubts_module
 from sglang_hetero.backend import liveness as liveness_module
+from sglang_hetero.backend import owed as owed_module
 from sglang_hetero.backend.liveness import Liveness, news
 from sglang_hetero.backend.peers import Peers, Server
 from sglang_hetero.transfer import messages as m
@@ -37,6 +40,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(liveness_module, "AGAIN_SECONDS", 0.05)
     monkeypatch.setattr(doubts_module, "DOUBT_SECONDS", 0.05)
     monkeypatch.setattr(doubts_module, "MAX_DOUBT_SECONDS", 0.1)
+    monkeypatch.setattr(doubts_module, "APART_SECONDS", 0.1)
 
 
 class World:
@@ -178,6 +182,88 @@ def test_a_server_that_only_stands_still_is_not_lost(world, monkeypatch, caplog)
         assert caplog.text.count("may be stopped") == 1
         assert world.peers.path(server.address)
         assert (world.tables.lost, world.side.ended) == ({}, {})
+    finally:
+        server.end()
+
+
+def test_a_connection_that_has_ended_is_made_anew(world, monkeypatch):
+    """However it has: nothing would be heard over it for ever."""
+    monkeypatch.setattr(liveness_module, "SILENT_SECONDS", 100.0)
+    server = PrefillServer(free_port())
+    try:
+        world.knows(server)
+        former = world.peers.servers()[0].client
+        former.close()
+        until(lambda: (known := world.peers.servers()) and known[0].client is not former and not known[0].outdated)
+        assert world.peers.path(server.address)
+        assert world.tables.lost == {}
+    finally:
+        server.end()
+
+
+def test_one_that_sglang_does_not_ask_is_given_up_as_sglang_would(world, monkeypatch):
+    """It is in none of SGLang's tables while it has to be asked anew, and then it hangs."""
+    monkeypatch.setattr(liveness_module, "UNANSWERED_SECONDS", 0.1)
+    server = PrefillServer(free_port())
+    try:
+        world.knows(server)
+        monkeypatch.setattr("sglang_hetero.backend.capability.TIMEOUT_SECONDS", 0.03)
+        server._http.__exit__(None, None, None)
+        with socket.create_server((HOST, int(server.address.partition(":")[2]))):
+            world.peers.outdate(server.address, "a test")
+            until(lambda: world.tables.lost)
+            assert "has not answered for" in world.tables.lost[server.address]
+            assert world.peers.servers() == []
+    finally:
+        server._http = nullcontext()
+        server.end()
+
+
+def test_one_that_is_cut_off_and_has_to_be_asked_anew_is_given_up(world, monkeypatch):
+    """Its control service is silent too, and somebody may listen there."""
+    monkeypatch.setattr(liveness_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(liveness_module, "UNANSWERED_SECONDS", 0.1)
+    server = PrefillServer(free_port())
+    try:
+        world.knows(server)
+        monkeypatch.setattr(ControlService, "_handle", lambda *_: None)
+        monkeypatch.setattr("sglang_hetero.backend.capability.TIMEOUT_SECONDS", 0.03)
+        server._http.__exit__(None, None, None)
+        with socket.create_server((HOST, int(server.address.partition(":")[2]))):
+            until(lambda: world.peers.servers()[0].client.silent_seconds > 0.3)
+            assert world.tables.lost == {}, "SGLang's heartbeat looks after it"
+            world.peers.outdate(server.address, "a test")
+            until(lambda: world.tables.lost)
+    finally:
+        server._http = nullcontext()
+        server.end()
+
+
+def test_a_successor_is_not_lost_with_the_former_one(world):
+    server = PrefillServer(free_port())
+    try:
+        world.knows(server)
+        (former,) = world.peers.servers()
+        assert world.peers.find(server.address) is None
+        world.liveness._lost(former, "has ended: a test")
+        assert world.tables.lost == {}
+        assert world.peers.path(server.address)
+        (known,) = world.peers.servers()
+        world.liveness._lost(known, "has ended: a test")
+        assert world.tables.lost == {server.address: f"prefill at {server.address} has ended: a test"}
+    finally:
+        server.end()
+
+
+def test_what_is_owed_is_paid_without_a_request(world, monkeypatch):
+    monkeypatch.setattr(owed_module, "AGAIN_SECONDS", 0.05)
+    port = free_port()
+    world.peers.owe(f"{HOST}:{port}", 7, "given up")
+    until(lambda: world.peers.problem(f"{HOST}:{port}"))
+    server = PrefillServer(port)
+    try:
+        until(lambda: world.tables.told)
+        assert world.tables.told == [(7, [7000], "given up", True)]
     finally:
         server.end()
 

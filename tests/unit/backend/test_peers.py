@@ -11,6 +11,7 @@ from sglang_hetero.backend.pairing import Path
 from sglang_hetero.backend.peers import Peers
 from sglang_hetero.errors import PeerAway, TopologyError, TransferRefused
 from sglang_hetero.transfer.link import Awaited, Endpoint
+from sglang_hetero.transfer.messages import VERSION
 from sglang_hetero.transfer.seal import Seal
 from tests.unit.backend.prefill_server import (
     HOST,
@@ -220,7 +221,7 @@ def test_servers_that_a_request_names_are_bounded(peers, monkeypatch):
         addresses = [f"{HOST}:{each.getsockname()[1]}" for each in listeners]
         for address in addresses:
             assert not peers.ready(address)
-        assert threading.active_count() - before <= 2 * peers_module.ASKING_THREADS, "one and its watchdog each"
+        assert threading.active_count() - before <= 2 * peers_module.ASKING_THREADS + 1, "each and its watchdog"
         assert len(peers._asked) <= peers_module.ASKING_THREADS + 3
         assert "other prefill servers wait to be asked" in peers.problem(addresses[-1])
         assert len(peers._problems) <= 5
@@ -319,3 +320,159 @@ def test_a_restart_at_the_same_address_is_a_new_process(peers, known):
         assert {each.incarnation for each in peers.sources(again.address, 0).sources} == again.incarnations()
     finally:
         again.end()
+
+
+# --- what changes while a server is asked
+
+
+def test_a_client_that_was_closed_is_not_used_again(peers, server):
+    """SGLang's heartbeat gives a server up while it is asked over the connection that is there."""
+    until(lambda: peers.ready(server.address))
+    decide = peers._host.hetero_decide
+
+    def given_up(found, sources):
+        peers.forget(server.address)
+        return decide(found, sources)
+
+    peers._host.hetero_decide = given_up
+    assert "given up while it was asked" in str(peers.find(server.address))
+    assert peers.servers() == []
+    peers._host.hetero_decide = decide
+    until(lambda: peers.ready(server.address))
+    peers.servers()[0].client.close()
+    assert peers.find(server.address) is None
+    (known,) = peers.servers()
+    assert not known.client.ended
+    server.announcers[0].send_first(first((b"d0", 1)))
+    until(lambda: peers.side.heard)
+
+
+def test_a_server_that_has_to_be_asked_again_before_sglang_knows_it(peers, tables, server, monkeypatch):
+    adopt = tables.hetero_adopt
+
+    def broken(found, decision):
+        peers.outdate(server.address, "the connection is broken")
+        adopt(found, decision)
+
+    monkeypatch.setattr(tables, "hetero_adopt", broken)
+    assert peers.find(server.address) is None
+    assert server.address not in tables.adopted, "SGLang would begin requests that fail"
+    monkeypatch.undo()
+    stand_in_for_sglang(monkeypatch)
+    assert peers.find(server.address) is None
+    assert server.address in tables.adopted
+
+
+def test_only_the_server_that_was_meant_is_lost(peers, server, monkeypatch):
+    until(lambda: peers.ready(server.address))
+    (former,) = peers.servers()
+    assert peers.find(server.address) is None
+    assert not peers.lose(former, "has ended")
+    (known,) = peers.servers()
+    assert not known.client.ended and peers.problem(server.address) == ""
+    close, ended = known.client.close, []
+    monkeypatch.setattr(known.client, "close", lambda: (ended.append(known.client.ended), close()))
+    assert peers.lose(known, "has ended")
+    assert ended == [True], "from the moment on in which it is not known any more, however long closing takes"
+    assert peers.problem(server.address) == "has ended"
+    assert peers.servers() == []
+
+
+def test_an_answer_is_not_taken_for_a_queue_that_is_full(peers):
+    """The job that has asked is still about to return when SGLang asks again."""
+    nobody, returns, ask = f"{HOST}:{free_port()}", threading.Event(), peers._ask
+    peers._ask = lambda address: (ask(address), returns.wait(5))
+    try:
+        peers.ready(nobody)
+        until(lambda: "nobody listens" in peers.problem(nobody))
+        until(lambda: nobody not in peers._asked)
+        peers.ready(nobody)
+        assert "nobody listens" in peers.problem(nobody)
+    finally:
+        returns.set()
+
+
+def test_how_long_a_bootstrap_server_gives_no_answer(peers, server, silent, monkeypatch):
+    until(lambda: peers.ready(server.address))
+    (known,) = peers.servers()
+    clock = [50.0]
+    monkeypatch.setattr(peers_module.time, "monotonic", lambda: clock[0])
+    away = PeerAway("nothing", unanswered=True)
+    for now, error, seconds in (
+        (50, away, 0),
+        (57, away, 7),
+        (60, PeerAway("starting"), 0),
+        (70, away, 0),
+        (80, away, 10),
+    ):
+        clock[0] = now
+        peers._unanswered(server.address, error)
+        assert known.silent_seconds == seconds
+    monkeypatch.undo()
+    stand_in_for_sglang(monkeypatch)
+    monkeypatch.setattr("sglang_hetero.backend.capability.TIMEOUT_SECONDS", 0.05)
+    assert peers.find(silent).unanswered
+    assert not peers.find(f"{HOST}:{free_port()}").unanswered
+
+
+# --- requests that are given up before it is known where their prefill ranks are
+
+
+def test_who_is_not_known_is_told_when_it_is_found(peers, tables):
+    address = f"{HOST}:{free_port()}"
+    peers.owe(address, 7, "nobody answers")
+    peers.owe(address, 8, "another")
+    peers.owe(address, 9, "its room begins again")
+    peers.begins(address, 9)
+    until(lambda: "nobody listens" in peers.problem(address) and not peers._asked)
+    peers.pay()
+    until(lambda: not peers._asked)
+    assert tables.told == []
+    server = PrefillServer(int(address.partition(":")[2]), tp=2, dp=2)
+    try:
+        peers._owed._asked.clear()  # as some seconds later
+        until(lambda: peers.pay() or tables.told)
+        until(lambda: not peers._asked)
+        ports = [7000, 7001] * 2
+        assert tables.told == [(7, ports, "nobody answers", True), (8, ports, "another", True)], "all replicas, once"
+        peers.owe(address, 10, "a third")
+        assert tables.told[2:] == [(10, ports, "a third", True)], "at once, since it is known"
+        peers.outdate(address, "a test")
+        assert peers.endpoints(address, 0) == (), "others may be there"
+        peers.owe(address, 11, "a fourth")
+        until(lambda: tables.told[3:] == [(11, ports, "a fourth", True)])
+        assert peers.path(address)
+    finally:
+        server.end()
+
+
+def test_who_cannot_be_joined_is_told_all_the_same(peers, tables, monkeypatch):
+    """A firewall before the control service: prefill is well, and waits for the request."""
+    monkeypatch.setattr(peers_module, "TOPOLOGY_SECONDS", 0.1)
+    control_port = free_port()
+
+    def answers(path):
+        if path.startswith("/hetero"):
+            return 200, b'{"version": %d, "control_port": %d, "mode": "auto"}' % (VERSION, control_port)
+        if "target_tp_rank=-1" in path:
+            return 200, b'{"attn_tp_size":2,"attn_cp_size":1,"dp_size":1,"pp_size":1,"page_size":64,' + (
+                b'"kv_cache_dtype":"x","follow_bootstrap_room":true}'
+            )
+        return 200, b'{"rank_ip": "10.0.0.1", "rank_port": 900%s}' % path.partition("target_tp_rank=")[2][:1].encode()
+
+    with http_server(answers) as address:
+        assert "has not named" in str(peers.find(address))
+        peers.owe(address, 7, "given up")
+        until(lambda: tables.told)
+        assert tables.told == [(7, [9000, 9001], "given up", True)]
+        assert peers.servers() == []
+
+
+def test_what_cannot_be_told_ends_nothing(peers, tables, server, monkeypatch):
+    def broken(*_, **__):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(tables, "hetero_give_up", broken)
+    peers.owe(server.address, 7, "given up")
+    until(lambda: peers.path(server.address))
+    assert peers.find(server.address) is None

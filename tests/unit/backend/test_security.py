@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -186,22 +187,69 @@ def test_different_tokens_are_refused_at_once_and_both_sides_say_so(server, thei
     assert re.search("127.0.0.1 asks, and will refuse this server: .*set SGLANG_HETERO_TOKEN_FILE", record.getMessage())
 
 
+def put(one, body, seal, instance=None):
+    """The status of a PUT whose seal is for this instance, by default the server's own; and its headers."""
+    url = f"http://{one.address}{ROUTE}"
+    instance = requests.get(url, timeout=5).json()["instance"] if instance is None else instance
+    header = {SEAL_HEADER: seal.sign(body, Purpose.REFUSAL, instance.encode())}
+    return requests.put(url, data=body, headers=header, timeout=5).status_code, header
+
+
 @pytest.mark.parametrize(("theirs", "mine"), [(TOKEN, None), (TOKEN, OTHER), (None, TOKEN)])
 def test_a_refusal_of_somebody_else_is_not_taken(server, theirs, mine):
     one = server(theirs)
-    with pytest.raises(TransferRefused, match="403"):
+    assert put(one, b'"forged"', Seal(mine))[0] == 403
+    with pytest.raises(TransferRefused):
         capability.refuse(one.address, "forged", Seal(mine))
     assert capability.offer(one.address, Seal(theirs)).unsupported == ()
 
 
 def test_a_refusal_sent_again_or_changed(server):
     one, seal = server(TOKEN), Seal(TOKEN)
-    body = b'"because"'
-    header = {SEAL_HEADER: seal.sign(body, Purpose.REFUSAL)}
+    status, header = put(one, b'"because"', seal)
     url = f"http://{one.address}{ROUTE}"
+    assert status == 200
+    assert requests.put(url, data=b'"because"', headers=header, timeout=5).status_code == 403
     assert requests.put(url, data=b'"becausf"', headers=header, timeout=5).status_code == 403
-    assert requests.put(url, data=body, headers=header, timeout=5).status_code == 200
-    assert requests.put(url, data=body, headers=header, timeout=5).status_code == 403
+
+
+def test_a_recorded_refusal_is_for_no_other_server_and_no_later_start(server):
+    """From a rank that has the token: every start of every server is another audience."""
+    first, second = server(TOKEN), server(TOKEN)
+    instance = capability.offer(first.address, Seal(TOKEN)).instance
+    assert instance and instance != capability.offer(second.address, Seal(TOKEN)).instance
+    assert put(second, b'"because"', Seal(TOKEN), instance)[0] == 403
+    assert put(second, b'"because"', Seal(TOKEN), "")[0] == 403
+    assert put(first, b'"because"', Seal(TOKEN), instance)[0] == 200
+    assert capability.offer(second.address, Seal(TOKEN)).unsupported == ()
+
+
+def test_a_refusal_that_nobody_repeats_is_withdrawn(server, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = server()
+    capability.refuse(one.address, "a rank's", Seal())
+    capability.refuse(one.address, "a stranger's", Seal())
+    for _ in range(3):
+        now[0] += bootstrap.REFUSAL_SECONDS
+        assert capability.offer(one.address, Seal()).unsupported == ("a rank's", "a stranger's")
+        capability.refuse(one.address, "a rank's", Seal())
+    now[0] += bootstrap.REFUSAL_SECONDS
+    assert capability.offer(one.address, Seal()).unsupported == ("a rank's",)
+
+
+def test_ranks_keep_their_places_when_strangers_fill_the_others(server, monkeypatch):
+    monkeypatch.setattr(bootstrap, "MAX_REFUSALS", 2)
+    now = [1000.0]
+    monkeypatch.setattr(bootstrap, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = server()
+    for reason in ("a rank's", "1", "2"):
+        capability.refuse(one.address, reason, Seal())
+    now[0] += bootstrap.KEEP_SECONDS
+    capability.refuse(one.address, "a rank's", Seal())
+    now[0] += 1
+    capability.refuse(one.address, "3", Seal())
+    assert capability.offer(one.address, Seal()).unsupported == ("a rank's", "3")
 
 
 def test_a_person_may_ask(server):
@@ -313,14 +361,12 @@ class Manager(ManagerMixin):
         self.hetero_options = Options()
         self.local_ip, self.rank_port = endpoint.host, endpoint.port
         self.posted, self.told = [], []
+        self._hetero_posts = SimpleNamespace(post=lambda to, sealed: self.posted.append((to, [sealed])))
         self._hetero_faults = bootstrap.Faults("rank", bootstrap.logger)
         setattr(self, f"hetero_{side.value}", self)
 
     def handle(self, message):
         self.told.append(message)
-
-    def _send_multipart_locked(self, address, frames, is_ipv6=False):
-        self.posted.append((address, frames))
 
 
 P, D = Endpoint(HOST, 4001), Endpoint(HOST, 4002)

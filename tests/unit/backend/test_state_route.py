@@ -17,12 +17,18 @@ from starlette.routing import Route
 
 from sglang_hetero.backend import state_route
 from sglang_hetero.backend.bootstrap import BootstrapMixin
-from sglang_hetero.backend.hooks import launches
+from sglang_hetero.backend.hooks import launches, make_folder
 from sglang_hetero.backend.options import Mode
-from sglang_hetero.backend.state_route import HTTP_SERVER, Source, StateMiddleware, around_start_service
-from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.backend.state_route import (
+    CONFIRM_SECONDS,
+    HTTP_SERVER,
+    Source,
+    StateMiddleware,
+    around_start_service,
+)
+from sglang_hetero.errors import StateError, UpstreamChanged
 from sglang_hetero.state import folder
-from sglang_hetero.state.report import Control, Report, decode_state
+from sglang_hetero.state.report import STALE_SECONDS, Control, Report, decode_state
 
 
 def report(**fields: object) -> Report:
@@ -121,7 +127,69 @@ def test_the_state_is_json_whatever_it_is(app, tmp_path):
     found = decode_state(body)
     assert status == 200 and not found.ok and found.faults == ["decode TP0/1: a unit is lost"]
     assert (found.mode, found.side, found.ranks[0].ours) == ("auto", "decode", {"units": 4})
-    assert set(json.loads(body)) == {"ok", "mode", "side", "faults", "ranks", "control"}
+    assert set(json.loads(body)) == {"ok", "mode", "side", "faults", "problems", "ranks", "control"}
+
+
+OLD = STALE_SECONDS + 1
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The route's clock, in seconds, which the test sets; every answer is a new one."""
+    clock = [time.monotonic()]
+    monkeypatch.setattr(state_route, "KEEP_SECONDS", -1.0)
+    monkeypatch.setattr(state_route, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+def test_a_rank_that_is_silent_though_it_could_report_is_a_fault(app, tmp_path, now):
+    """It is stopped."""
+    folder.write(tmp_path, report(beat=now[0] - OLD))
+    assert get(app, "/health")[0] == 200, "its disk may have been full until now"
+    assert "has not reported" in decode_state(get(app, "/hetero/state")[1]).problems[0]
+    now[0] += CONFIRM_SECONDS
+    status, body = get(app, "/health")
+    assert status == 503 and b"has not reported for" in body
+    folder.write(tmp_path, report(beat=now[0]))
+    assert get(app, "/health")[0] == 200
+
+
+def test_a_full_disk_takes_no_server_out(app, tmp_path, now, monkeypatch):
+    folder.write(tmp_path, report(beat=now[0] - OLD))
+    trouble = ["No space left on device"]
+    monkeypatch.setattr(folder, "unwritable", lambda where: trouble[0])
+    for _ in range(4):
+        now[0] += CONFIRM_SECONDS
+        assert get(app, "/health") == (200, b"from SGLang")
+    found = decode_state(get(app, "/hetero/state")[1])
+    assert found.ok and found.faults == []
+    assert found.problems[0] == "no report can be written: No space left on device"
+    assert "has not reported" in found.problems[1]
+    trouble[0] = ""
+    assert get(app, "/health")[0] == 200, "there is room again, and the rank has had no time to report"
+
+
+def test_a_folder_that_is_gone_takes_no_server_out(tmp_path):
+    made = sglang()
+    made.add_middleware(StateMiddleware, source=source(tmp_path / "gone"))
+    assert get(made, "/health")[0] == 200
+    assert "is gone" in decode_state(get(made, "/hetero/state")[1]).problems[0]
+
+
+def test_without_a_folder_it_says_that_it_knows_nothing():
+    made = sglang()
+    made.add_middleware(StateMiddleware, source=source(None))
+    found = decode_state(get(made, "/hetero/state")[1])
+    assert found.ok and found.problems == [state_route.NO_FOLDER]
+    assert get(made, "/health")[0] == 200
+
+
+def test_ranks_of_another_server_that_shares_the_folder_are_not_shown(app, tmp_path):
+    """One program has started both, and had made the folder before."""
+    folder.write(tmp_path, report(pid=1, rank="another's", parents=[os.getppid(), 1], faults=["a unit is lost"]))
+    folder.write(tmp_path, report(rank="ours", parents=[os.getpid(), os.getppid(), 1]))
+    found = decode_state(get(app, "/hetero/state")[1])
+    assert [one.rank for one in found.ranks] == ["ours"] and found.faults == []
 
 
 def test_below_a_root_path(app, tmp_path):
@@ -262,15 +330,42 @@ def auth():
     return module
 
 
+# Who makes the folder.
+
+HAS, HAS_NOT = {folder.VARIABLE: "/a/folder"}, {}
+COULD_NOT = {folder.VARIABLE: ""}
+
+
+@pytest.mark.parametrize("environ", [HAS, HAS_NOT, COULD_NOT])
+def test_who_starts_a_server_makes_a_folder_of_its_own(environ):
+    """SGLang's command, from wherever; or a program that calls SGLang's launch_server; not one with an Engine."""
+    assert launches(environ, in_scheduler=False, serves=False)
+    assert launches(environ, in_scheduler=True, serves=True)
+    assert not launches(environ, in_scheduler=True, serves=False)
+
+
 def child(pipe):
-    pipe.send(launches(in_scheduler=False))
+    asked = [(environ, serves) for environ in (HAS, HAS_NOT, COULD_NOT) for serves in (True, False)]
+    pipe.send([launches(environ, in_scheduler=True, serves=serves) for environ, serves in asked])
 
 
-def test_only_the_process_that_launches_a_server_makes_the_folder():
-    """Not its children, which would each make one of their own, nor a program with an engine of its own."""
-    assert launches(in_scheduler=False) and not launches(in_scheduler=True)
+def test_a_server_that_multiprocessing_has_started_makes_one_and_what_it_starts_does_not():
+    """As sglang_router.launch_server does. A detokenizer, say, must not make one if its server could or would not."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=child, args=(theirs,))
     process.start()
-    assert ours.poll(60) and ours.recv() is False
+    assert ours.poll(60)
+    assert ours.recv() == [False, False, True, False, False, False]
     process.join()
+
+
+def test_a_server_starts_though_there_is_no_room_for_its_folder(monkeypatch, caplog):
+    def full(environ):
+        raise StateError("no folder can be made; set TMPDIR")
+
+    monkeypatch.setattr(folder, "make", full)
+    make_folder()
+    (record,) = caplog.records
+    assert (
+        record.getMessage() == "/hetero/state will not tell of this server's ranks: no folder can be made; set TMPDIR"
+    )

@@ -1,6 +1,7 @@
 """The thread that looks after a rank: what it says, where, and what it makes of errors."""
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -109,6 +110,26 @@ def test_a_folder_that_cannot_be_written_is_said_once(looks, caplog):
     made.stop()
     made.worker.thread.join(SECONDS)
     assert len([r for r in caplog.records if "cannot be written" in r.message]) == 1
+
+
+def test_a_rank_that_cannot_be_looked_at_any_more_says_what_was_seen_last(looks):
+    """Its process serves, so that silence would be the wrong word."""
+    made = Watch(looks, looks.where, seconds=0.001)
+    until(lambda: looks.where.joinpath("7.json").exists())
+    looks.error = ZeroDivisionError("boom")
+    until(lambda: folder.read(looks.where)[0][0].problems)
+    (first,), _ = folder.read(looks.where)
+    assert first.problems == ["its state cannot be told any more: ZeroDivisionError: boom"]
+    until(lambda: folder.read(looks.where)[0][0].beat > first.beat)
+    looks.error = None
+    until(lambda: not folder.read(looks.where)[0][0].problems)
+    made.stop()
+    made.worker.thread.join(SECONDS)
+
+
+def test_the_processes_above_are_those_of_the_start(watch, looks):
+    (report,), _ = folder.read(looks.where)
+    assert report.parents[0] == os.getppid()
 
 
 # What a report says.

@@ -35,3 +35,9 @@ def test_a_process_lives_until_it_ends_also_before_its_parent_has_noticed():
     assert not process.alive(child.pid)
     child.wait()
     assert not process.alive(child.pid)
+
+
+def test_the_processes_above():
+    found = process.parents(os.getpid())
+    assert found[0] == os.getppid() and found[-1] in (0, 1)
+    assert process.parents(2**31 - 1) == []

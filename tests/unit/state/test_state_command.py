@@ -82,6 +82,13 @@ def test_faults_of_all_servers_and_status_1(serve, capsys):
     assert err == "fault: a unit is lost\n"
 
 
+def test_what_is_not_known_is_said_too(serve, capsys):
+    url = serve(encode(State(ok=True, mode="auto", side="decode", problems=["no folder"], ranks=[DECODE])))
+    assert cli.main(["state", "--url", url]) == 1
+    out, err = capsys.readouterr()
+    assert ", ok\n" in out and err == "not known: no folder\n"
+
+
 def test_json_is_what_the_server_says(serve, capsys):
     answer = encode(State(ok=True, mode="auto", ranks=[DECODE]))
     assert cli.main(["state", "--json", "--url", serve(answer)]) == 0

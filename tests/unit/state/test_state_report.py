@@ -41,12 +41,31 @@ def test_a_server_nobody_has_reported_of_is_well():
             lambda: state(report(), control=Control(fault="the control service has ended")),
             "the control service has ended",
         ),
-        (lambda: state(report(), problems=["a report is torn"]), "a report is torn"),
     ],
-    ids=["a rank's fault", "gone", "silent", "control", "unreadable"],
+    ids=["a rank's fault", "gone", "silent", "control"],
 )
 def test_what_is_wrong(found, fault):
     assert (found().ok, found().faults) == (False, [fault])
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        (lambda: state(report(), problems=["a report is torn"]), "a report is torn"),
+        (lambda: state(report(problems=["no books"])), "decode TP0/1 (h:1): no books"),
+        (
+            lambda: state(report(beat=NOW - STALE_SECONDS - 1), believed=False),
+            f"decode TP0/1 (h:1) (process 7) has not reported for {STALE_SECONDS + 1:.0f} s",
+        ),
+    ],
+    ids=["unreadable", "a rank that cannot be looked at", "silent because the disk is full"],
+)
+def test_what_is_not_known_is_no_fault(found, problem):
+    assert (found().ok, found().faults, found().problems) == (True, [], [problem])
+
+
+def test_a_process_that_is_gone_is_a_fault_whatever_can_be_written():
+    assert not state(report(beat=NOW - STALE_SECONDS - 1), gone=(7,), believed=False).ok
 
 
 def test_a_rank_that_was_late_is_well_up_to_the_limit():

@@ -70,12 +70,6 @@ class Pair:
         self.arena.drained(owner, writer)
         self.naive.doubts.get(owner, set()).discard(writer)
 
-    def gone(self):
-        writer = self.draw.choice(self.WRITERS)
-        self.arena.gone(writer)
-        for doubted in self.naive.doubts.values():
-            doubted.discard(writer)
-
     def cancel(self):
         waiting = [owner for owner, _ in self.naive.queue]
         owner = self.draw.choice([*waiting, *self.held, -1])
@@ -93,7 +87,6 @@ EVENTS = {
     Pair.release: 3,
     Pair.quarantine: 3,
     Pair.drained: 6,
-    Pair.gone: 1,
     Pair.cancel: 1,
     Pair.again: 1,
 }
@@ -111,8 +104,9 @@ def test_random_events(seed):
         check_grants(arena, naive)
     for owner in pair.held:
         arena.release(owner)
-    for writer in pair.WRITERS:
-        arena.gone(writer)
+    for owner, writers in arena.in_doubt.items():
+        for writer in writers:
+            arena.drained(owner, writer)
     for owner, _ in naive.queue:
         assert arena.cancel(owner)
     arena.check()
@@ -176,8 +170,9 @@ def test_quarantine_ends_with_the_last_writer():
     arena.drained("a", "somebody else")
     arena.drained("never heard of", "p0")
     assert arena.in_doubt == {"a": {"p0"}, "b": {"p1"}}
-    arena.gone("p1")
-    arena.gone("p0")
+    arena.drained("b", "p1")
+    assert (arena.quarantined, arena.free) == (1, 3)
+    arena.drained("a", "p0")
     assert (arena.quarantined, arena.free) == (0, 4)
     arena.check()
 

@@ -108,6 +108,18 @@ def test_ipv6():
             until(lambda: heard)
 
 
+def test_whether_a_client_has_ended_is_known(service, monkeypatch):
+    with client(service.port, b"d0") as d0:
+        assert not d0.ended
+        d0.end()
+        assert d0.ended
+        until(lambda: not d0._thread.is_alive())
+    with client(service.port, b"d1") as d1:
+        monkeypatch.setattr(d1, "_flush", None)
+        until(lambda: d1.failure)
+        assert d1.ended
+
+
 def test_closing_twice_and_using_a_closed_one(service):
     with client(service.port, b"d0") as d0:
         d0.close()

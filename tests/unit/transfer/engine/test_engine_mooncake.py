@@ -21,6 +21,7 @@ POISON = 0xFF
 BYTES = 8 << 20
 START_SECONDS = 60
 LAND_SECONDS = 10
+PATIENCE = 1.0
 # The least that Mooncake accepts.
 TRANSFER_SECONDS = 5
 
@@ -40,6 +41,15 @@ class Peer:
                 self.address = int(address)
                 return
         pytest.fail("the peer did not start")
+
+    def stand_still(self):
+        """Returns when every thread has stopped: the signal alone leaves them time for a small write."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = list(Path(f"/proc/{self.process.pid}/task").iterdir())
+        deadline = time.monotonic() + LAND_SECONDS
+        while any((task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def end(self):
         self.process.kill()
@@ -89,7 +99,7 @@ def source():
 
 @pytest.fixture
 def engine(upstream, source):
-    engine = Mooncake(upstream, TCP)
+    engine = Mooncake(upstream, TCP, patience=PATIENCE)
     engine.register([(source.ctypes.data, source.nbytes)])
     yield engine
     engine.close()
@@ -198,26 +208,64 @@ def test_a_peer_that_was_never_there_is_gone(engine, source):
     assert raised.value.peer_gone
 
 
-def test_a_stopped_peer_leaves_a_write_in_doubt_that_lands_after_the_failure(engine, source, start_peer):
-    """What `settled` is for. The peer then works again."""
+def test_a_stopped_peer_leaves_a_write_in_doubt_until_all_of_it_has_landed(engine, source, start_peer):
+    """What `settled` and `unfinished` are for. The peer then works again."""
     slow = start_peer()
     engine.write(slow.session, [source.ctypes.data], [slow.address], [64])
-    slow.process.send_signal(signal.SIGSTOP)
+    slow.stand_still()
     near, far = scattered(600, 512)
     sizes = np.full(600, 512, np.uint64)
+    ends = []
+    ended = threading.Event()
+
+    def end(settled):
+        # Copied at this moment: what came later would be missing.
+        ends.append((settled, slow.memory.copy()))
+        ended.set()
+
     try:
-        with pytest.raises(EngineError) as raised:
+        with pytest.raises(EngineError, match="has ended nowhere for 1 s") as raised:
             engine.write(slow.session, *places(source, slow, near, far), sizes)
         assert (raised.value.peer_gone, raised.value.settled) == (False, False)
         slow.memory[:] = POISON
+        raised.value.unfinished.when_ended(end)
+        assert not ended.wait(PATIENCE), "nothing is settled as long as the peer stands still"
+    finally:
+        slow.process.send_signal(signal.SIGCONT)
+    assert ended.wait(LAND_SECONDS)
+    ((settled, then),) = ends
+    assert settled
+    np.testing.assert_array_equal(then, expected(source, near[:256], far[:256], sizes[:256]))
+    time.sleep(0.5)
+    np.testing.assert_array_equal(slow.memory, then)
+    engine.write(slow.session, *places(source, slow, near, far), sizes)
+    np.testing.assert_array_equal(slow.memory, expected(source, near, far, sizes))
+
+
+def test_a_stopped_peer_takes_no_more_than_its_queue(upstream, source, start_peer):
+    slow = start_peer()
+    engine = Mooncake(upstream, Limits(descriptors=4, outstanding=5, asks=True), patience=0.2)
+    engine.register([(source.ctypes.data, source.nbytes)])
+    place = [source.ctypes.data] * 8, [slow.address] * 8, [64] * 8
+    engine.write(slow.session, *place)
+    slow.stand_still()
+    try:
+        raised = []
+        for _ in range(3):
+            with pytest.raises(EngineError) as error:
+                engine.write(slow.session, *place)
+            raised.append(error.value.settled)
+        assert raised == [False, False, True], "4, then 1, then there is no room: nothing was begun"
     finally:
         slow.process.send_signal(signal.SIGCONT)
     deadline = time.monotonic() + LAND_SECONDS
-    while (slow.memory == POISON).all():
-        assert time.monotonic() < deadline, "nothing landed: Mooncake may keep its promise now, see `settled`"
-        time.sleep(0.01)
-    engine.write(slow.session, *places(source, slow, near, far), sizes)
-    np.testing.assert_array_equal(slow.memory, expected(source, near, far, sizes))
+    while True:
+        try:
+            engine.write(slow.session, *place)
+            break
+        except EngineError:
+            assert time.monotonic() < deadline
+    engine.close()
 
 
 def test_overlapping_registration_is_refused_with_the_remedy(engine, source):
@@ -246,7 +294,7 @@ def test_close_gives_back_what_it_registered_and_ends(upstream, source):
         ({"MOONCAKE_PROTOCOL": "tcp"}, True, TCP),
         ({"MOONCAKE_PROTOCOL": "efa"}, False, OTHER),
         ({"ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE": "true"}, False, OTHER),
-        ({"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "100"}, False, Limits(100, 100, busy_waits=True)),
+        ({"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "100"}, False, Limits(100, 100, asks=True)),
         ({"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "60000"}, False, TCP),
         ({"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "many"}, False, TCP),
         ({"MC_TCP_PROTO": "1"}, True, OTHER),

@@ -65,7 +65,7 @@ def let_go(world: World) -> None:
 def fail_without_quarantine(world: World) -> None:
     key = owner(world)
     world.decode[0].side.fail(ROOM, "the client gave up")
-    world.decode[0].side._units.gone(world.decode[0].side._inboxes[key].source_set.address)
+    world.decode[0].side._units.drained(key, world.decode[0].side._inboxes[key].source_set.address)
 
 
 def end_a_merge_twice(world: World) -> None:
@@ -205,6 +205,18 @@ def test_the_end_of_a_read_that_cannot_be_told_is_a_fault():
         assert side.check_integrity() == ["the end of a read was not told: ZeroDivisionError: boom"]
 
 
+def test_the_end_of_a_merge_that_cannot_be_told_is_a_fault_and_fails_its_request():
+    with World(FOUR, (2, 1)) as world:
+        side = world.decode[0].side
+        side._worker._merge_batch = boom
+        world.check_books = lambda: None
+        request = world.start(ROOM, 9)
+        world.until(lambda: bool(request.reasons), what="failure at decode")
+        fault = "the end of a merge was not told: ZeroDivisionError: boom"
+        assert fault in request.reasons[world.decode[0].name]
+        assert side.check_integrity() == [fault]
+
+
 @pytest.mark.parametrize("meanwhile", ["the request is given up", "another process registers"])
 def test_a_bind_that_another_thread_comes_before(meanwhile):
     """Between the look whether the room is in use and the entry in the books; nothing may stay there."""
@@ -212,13 +224,13 @@ def test_a_bind_that_another_thread_comes_before(meanwhile):
         side = world.prefill[0].side
         accept, accepted = side._accept, []
 
-        def later(message, peer):
+        def later(message, peer, acked):
             accepted.append(peer)
             if len(accepted) == 2 and meanwhile == "the request is given up":
                 side.fail(ROOM, "the client gave up")
             elif len(accepted) == 2:
                 side._forget(peer)
-            accept(message, peer)
+            accept(message, peer, acked)
 
         side._accept = later
         request = world.start(ROOM, 9)

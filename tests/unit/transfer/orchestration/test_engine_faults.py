@@ -1,16 +1,21 @@
 """Engines that fail, merges that raise, peers that cannot be reached: who learns it, and where the units are then."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from sglang_hetero.transfer import messages
+from sglang_hetero.transfer import messages, reception
+from sglang_hetero.transfer.engine.asked import Unfinished
 from sglang_hetero.transfer.engine.loopback import Fault, Operation
-from sglang_hetero.transfer.pieces import StateMode
+from sglang_hetero.transfer.lifetime import Receiving
+from sglang_hetero.transfer.pieces import Coverage, StateMode
 
 from .models import FOUR
 from .network import of_kind
 from .world import World
 
+FAULT = "a fault of ours"
 TOKENS = 22
 
 
@@ -79,6 +84,33 @@ def test_a_write_in_doubt(tp, released):
         goes_on(world)
 
 
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("released", [True, False])
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=str)
+def test_a_write_whose_end_is_known_later(tp, released, settled):
+    """Its units come home when the engine has said that all of it has landed, while the source lives."""
+    with World(FOUR, tp) as world:
+        source, unfinished = world.prefill[-1], Unfinished()
+        source.engine.script.next(Fault(error="timeout", late=True, unfinished=unfinished))
+        victim = world.start(1, TOKENS, 2)
+        world.until(lambda: world.failed(victim), what="failure on both sides")
+        if released:
+            world.end(victim)
+        world.rounds()
+        assert quarantined(world), "units that a late write may hit were given back"
+        source.engine.script.land_late()
+        unfinished.end(settled)
+        world.rounds()
+        if not settled:
+            assert quarantined(world), "not all has landed: the rest may still arrive"
+            for node in world.decode:
+                node.side.gone(frozenset({source.rank.manifest.incarnation}))
+        assert not quarantined(world)
+        if not released:
+            world.end(victim)
+        goes_on(world)
+
+
 @pytest.mark.parametrize("nth", [0, 1])
 def test_a_read_that_fails_and_is_settled(nth):
     with World(FOUR, (2, 1), mode=StateMode.PULL) as world:
@@ -120,6 +152,110 @@ def test_a_merge_that_raises(what, error, mode):
         assert type(error).__name__ in victim.reasons[world.decode[1].name]
         world.end(victim)
         known.assembler = inner
+        goes_on(world)
+
+
+class Ended(BaseException):
+    """As SystemExit, which no `except Exception` catches."""
+
+
+def test_a_merge_that_raises_what_nobody_catches():
+    with World(FOUR, (2, 1)) as world:
+        known = world.sets[0]
+        inner, known.assembler = known.assembler, Raising(known.assembler, Ended(), "page")
+        victim = world.start(1, TOKENS, 2)
+        world.until(lambda: world.failed(victim), what="failure on both sides")
+        assert "Ended" in victim.reasons[world.decode[0].name]
+        inbox = world.decode[0].side._current[1]
+        world.until(lambda: not inbox.running, what="the end of the merge, which SGLang waits for")
+        world.end(victim)
+        known.assembler = inner
+        goes_on(world)
+
+
+def first_raises(real):
+    """A function that does its work and raises then, the first time."""
+    calls = []
+
+    def wrapped(*arguments):
+        result = real(*arguments)
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError(FAULT)
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("what", [(Coverage, "add"), (Receiving, "merged")], ids=lambda what: what[1])
+@pytest.mark.parametrize("mode", [StateMode.PREPUSH, StateMode.PULL])
+def test_books_of_a_merge_that_raise(what, mode, monkeypatch):
+    """The other pieces of the batch have ended nevertheless: nothing waits for them."""
+    with World(FOUR, (2, 1), mode=mode, window=16) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(*what, first_raises(getattr(*what)))
+            victim = world.start(1, TOKENS, 2)
+            world.until(lambda: world.failed(victim), what="failure on both sides")
+            assert FAULT in victim.reasons[world.decode[0].name]
+            world.end(victim)
+            world.until(lambda: world.idle, what="units back")
+        goes_on(world)
+
+
+@pytest.mark.parametrize("what", ["pieces_to_read", "next_batch", "reads_of"])
+def test_books_of_a_read_that_raise(what, monkeypatch):
+    with World(FOUR, (2, 1), mode=StateMode.PULL) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(reception, what, first_raises(getattr(reception, what)))
+            victim = world.start(1, TOKENS, 2)
+            world.until(lambda: world.failed(victim), what="failure on both sides")
+            assert FAULT in victim.reasons[world.decode[0].name]
+            world.end(victim)
+            world.until(lambda: world.idle, what="units back")
+        goes_on(world)
+
+
+def test_a_metrics_page_that_fails_costs_nothing():
+    with World(FOUR, (2, 1), mode=StateMode.PULL) as world:
+
+        def broken(*_):
+            raise RuntimeError(FAULT)
+
+        for node in world.decode:
+            node.side.counters._observe = broken
+        goes_on(world)
+
+
+class Exhausted:
+    """An executor that cannot start a thread for its `nth` task: as CPython's it has put it on its list by then."""
+
+    def __init__(self, inner, nth):
+        self.inner, self.nth, self.listed, self.shutdown = inner, nth, [], inner.shutdown
+
+    def submit(self, *task):
+        self.nth -= 1
+        if self.nth == -1:
+            self.listed.append(task)
+            raise RuntimeError("can't start new thread")
+        return self.inner.submit(*task)
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_read_that_cannot_be_begun(nth):
+    with World(FOUR, (2, 1), mode=StateMode.PULL) as world:
+        puller = world.decode[0].side._puller
+        executor = puller._executor = Exhausted(puller._executor, nth)
+        victim = world.start(1, TOKENS, 2)
+        world.until(lambda: world.failed(victim), what="failure on both sides")
+        assert "can't start new thread" in victim.reasons[world.decode[0].name]
+        world.end(victim)
+        world.until(lambda: world.idle, what="units back")
+        reads = []
+        puller._engine, engine = SimpleNamespace(read=lambda *_: reads.append(True)), puller._engine
+        ((run, *arguments),) = executor.listed
+        run(*arguments)
+        assert not reads, "bytes come into units that are somebody else's"
+        puller._engine = engine
         goes_on(world)
 
 

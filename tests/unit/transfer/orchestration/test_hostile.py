@@ -15,7 +15,7 @@ from sglang_hetero.errors import MessageError
 from sglang_hetero.layout import wire
 from sglang_hetero.transfer import dispatch, messages, outbox, prefill
 from sglang_hetero.transfer.engine.loopback import LoopbackEngine
-from sglang_hetero.transfer.messages import Abort, AnnouncedPiece, Bind, FirstGeneration, Ready, Register
+from sglang_hetero.transfer.messages import Abort, Ack, AnnouncedPiece, Bind, FirstGeneration, Ready, Register
 from sglang_hetero.transfer.pieces import StateMode
 from sglang_hetero.transfer.reception import Progress
 from tests.faults import fuzz
@@ -42,8 +42,8 @@ class Forger:
         self.world, self.rng = world, random.Random(seed)
         self.said = 0
         self.lied: set[int] = set()
-        """Requests of which decode was told, in the name of their sources, what may not be so: what lies in their own
-        pages may be anything."""
+        """Requests of which one side was told, in the name of the other, what may not be so (that bytes have arrived,
+        that a unit has been merged, into which units to write): what lies in their own pages may be anything."""
         # Memory of a peer that does not keep to the rules: it may be written over, but nothing else may.
         self.arena = aligned_bytes(1 << 20, STAGING_POISON)
         self.engine = LoopbackEngine(f"forger-{world.tag}", world.fabric)
@@ -64,8 +64,13 @@ class Forger:
             return
         everybody = [node.name for node in (*self.world.prefill, *self.world.decode)]
         receiver = one.receiver if self.rng.random() < 0.8 else self.rng.choice(everybody)
-        if isinstance(message, Ready | FirstGeneration):
+        if isinstance(message, Ready | FirstGeneration | Ack):
             self.lied.add(message.room)
+        elif isinstance(message, Bind) and any(
+            node.name == receiver and not node.side._epochs.late(message.incarnation, message.room, message.epoch)
+            for node in self.world.prefill
+        ):  # it would be believed; its units are any request's of that decode rank
+            self.lied.update(self.world.requests)
         self.world.network.deliver_to(receiver, message)
         self.said += 1
 
@@ -180,7 +185,7 @@ FLOOD = 15 * LIMIT
 
 @pytest.fixture
 def small_limits(monkeypatch):
-    for name in ("MAX_PEERS", "MAX_OPEN", "MAX_PARKED", "MAX_LET_GO", "MAX_REPLACED", "MAX_ROOMS"):
+    for name in ("MAX_PEERS", "MAX_OPEN", "MAX_PARKED", "MAX_LET_GO", "MAX_FORMER", "MAX_ROOMS"):
         for module in (dispatch, prefill):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, LIMIT)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sglang_hetero.errors import TransferRefused
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.engine.loopback import Fault
 from sglang_hetero.transfer.lifetime.repetition import MOST_SECONDS
@@ -149,6 +150,59 @@ def test_a_source_that_cannot_be_told_again_may_be_writing():
         world.check()
 
 
+def test_a_source_that_is_silent_about_a_request_may_have_forgotten_this_rank():
+    """It has spoken about others, which are over: prefill makes room for other decode ranks. Once per look."""
+    with World(FOUR, (2, 1), capacity=2) as world:
+        silent, other = world.prefill
+        side = world.decode[0].side
+        world.serve(world.start(1, TOKENS, 2))
+        world.network.lose(of_kind(messages.Register, messages.Bind, receiver=silent.name))
+        requests = [world.start(room, TOKENS, 2) for room in (2, 3)]
+        world.rounds()
+        world.network.log.clear()
+        world.clock.now += 3
+        world.network.cut(of_kind(messages.Register, receiver=other.name))  # nobody doubts that it knows us
+        while not world.network.sent(messages.Bind):
+            world.clock.now += TICK
+            side.remind()
+        binds, registrations = world.network.sent(messages.Bind), world.network.sent(messages.Register)
+        assert sorted(one.message.room for one in binds if one.receiver == silent.name) == [2, 3]
+        assert [one.receiver for one in registrations] == [] or {one.receiver for one in registrations} == {silent.name}
+        assert len(registrations) == 1
+        world.network.flow()
+        world.until(passing(world, lambda: all(map(world.complete, requests))), what="completion")
+        for request in requests:
+            world.end(request)
+        world.check()
+
+
+def test_a_bind_that_another_thread_has_delivered_meanwhile():
+    """Posting it stands for seconds and fails; its repetition on another thread arrives, and the source may write."""
+    with World(FOUR, (1, 2)) as world:
+        decode, stood = world.decode[0], []
+
+        def stands(one: Envelope) -> bool:
+            if not isinstance(one.message, messages.Bind) or one.sender != decode.name or stood:
+                return False
+            stood.append(one)
+            world.clock.now += 3
+            decode.side.remind()
+            return True
+
+        world.network.cut(stands)
+        aborts = world.network.hold(of_kind(messages.Abort))
+        request = world.start(1, TOKENS, 2)
+        assert stood and decode.side.poll(1) is Progress.FAILED
+        assert [one.sender for one in world.network.sent(messages.Bind)].count(decode.name) == 1
+        assert decode.side.state["units_quarantined"], "the source may be writing into units that are free"
+        world.network.let_go(aborts)
+        world.until(passing(world, lambda: world.failed(request)), send=False, what="failure on both sides")
+        world.end(request)
+        world.until(passing(world, lambda: world.idle), what="units back")
+        serve(world, world.start(2, 15, 1))
+        world.check()
+
+
 # Processes that are replaced.
 
 
@@ -271,7 +325,60 @@ def test_a_request_that_prefill_was_never_asked_for_is_forgotten_on_both_sides()
         world.check()
 
 
+def test_a_use_that_one_rank_refuses_is_counted_by_all():
+    """Else the ranks would call every later use of the room by different names, and prefill would refuse them all."""
+    with World(FOUR, (2, 2)) as world:
+        first, second = world.decode
+        request = world.start(1, TOKENS, 2)
+        world.until(lambda: world.complete(request))
+        for node, place in zip(world.decode, request.places, strict=True):
+            node.expect(request.seed, place, request.tokens)
+        for node in world.prefill:
+            node.side.release(1)
+            node.side.claim(1)
+        second.side.settle(1)
+        second.side.open(1, world.sets[1], list(request.places[1].pages), request.places[1].slot)
+        with pytest.raises(TransferRefused, match="another request with room 1"):
+            first.side.open(1, world.sets[0], list(request.places[0].pages), request.places[0].slot)
+        for node in world.decode:
+            node.side.settle(1)
+        world.network.pump()
+        for node in world.prefill:
+            assert node.side.failure(1)
+            node.side.release(1)
+        del world.requests[1]
+        world.until(passing(world, lambda: world.idle), what="units back")
+        again = world.start(1, 15, 1, seed=31)
+        names = {one.message.use for one in world.network.sent(messages.Bind)[-4:]}
+        assert len(names) == 1
+        serve(world, again)
+        world.check()
+
+
 # Units that are not free.
+
+
+def test_a_poll_asks_for_whom_units_are_kept_only_when_it_says_so():
+    """There may be as many of them as requests, and every request is polled between two forward passes."""
+    with World(FOUR, (2, 1), capacity=1) as world:
+        side, asked = world.decode[0].side, []
+        world.prefill[1].engine.script.next(Fault(error="timeout", late=True))
+        first = world.start(1, TOKENS)
+        world.until(lambda: world.failed(first))
+        world.end(first)
+        doubts = side.doubts
+        side.doubts = lambda: asked.append(True) or doubts()
+        second = world.start(2, 9)
+        world.rounds(5)
+        assert second.results[world.decode[0].name] is Progress.WAITING
+        assert side.state["units_quarantined"] and not asked
+        world.clock.now += world.settings.window_seconds + 1
+        world.until(lambda: bool(second.reasons))
+        assert asked == [True]
+        world.end(second)
+        world.prefill[1].engine.script.land_late()
+        side.gone(frozenset({world.prefill[1].rank.manifest.incarnation}))
+        world.check()
 
 
 def test_who_waits_for_units_is_told_whom_they_wait_for():

@@ -1,0 +1,137 @@
+"""Messages of ours to other ranks, over sockets of our own, so that a rank that is lost holds nobody up.
+
+They go to the sockets at which SGLang's ranks receive (PULL). SGLang's own sender is not used for that: its socket does
+not connect again after a connection that was refused or timed out, and blocks its thread for 30 s once 1,000 messages
+wait there, while requests of all other servers stand still.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from sglang_hetero.errors import PeerAway
+from sglang_hetero.transfer.control.common import endpoint as address_of
+from sglang_hetero.transfer.control.common import prepare
+from sglang_hetero.transfer.dispatch import MAX_PEERS
+from sglang_hetero.transfer.fields import MAX_MESSAGE_BYTES
+from sglang_hetero.transfer.link import Endpoint
+
+MAX_ENDPOINTS = MAX_PEERS
+"""Ranks that there is a socket for, the latest used: as many as a prefill rank knows."""
+MAX_WAITING = 4096
+"""Messages that wait for a rank, while its connection is made (again) or it takes none; of a few hundred bytes each. A
+stream of batches makes some hundred in a second, so this is a stall of several seconds; and what a request whose end
+is not there says again, one message in 16 s, makes as many in the 11 minutes of 100 such requests."""
+IDLE_SECONDS = 60.0
+"""A socket that nothing was sent by for so long is closed: of ranks that are no more it would connect for ever. Several
+times the longest pause between two repetitions."""
+CONNECT_MS = 3000
+"""For one try to connect. The system's own goes on for two minutes, with pauses that grow to one."""
+AGAIN_MS, MAX_AGAIN_MS = 100, 2000
+"""Between two tries to connect, at first; it doubles each time up to the second."""
+
+
+@dataclass
+class _Line:
+    """The socket to one rank. used: when it was last sent by."""
+
+    socket: zmq.Socket[bytes]
+    used: float
+
+
+class Posts:
+    """Sends to ranks, in the order of posting as far as one rank is concerned. From any thread; none ever waits.
+
+    What was taken arrives once or never: what a broken connection had taken over is lost, and so is all that waits for
+    a rank when its queue is full.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 2 * MAX_ENDPOINTS)  # those that are just being closed count, too
+        # ZeroMQ's sockets are not thread-safe. Nothing that is done with the lock held waits.
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[Endpoint, _Line] = OrderedDict()  # the latest used one is the last
+
+    def post(self, endpoint: Endpoint, payload: bytes) -> None:
+        """Send one message. Raises PeerAway if it cannot be, and then it will never arrive."""
+        with self._lock:
+            now = self._clock()
+            line = self._lines.get(endpoint)
+            if line is None:
+                line = self._lines[endpoint] = _Line(self._connect(endpoint), now)
+            line.used = now
+            self._lines.move_to_end(endpoint)
+            self._tidy(now)
+            why = f"takes no messages: {MAX_WAITING} have waited for it, all are lost"
+            try:
+                sent = _send(line.socket, payload)
+            except zmq.ZMQError as error:
+                sent, why = False, f"cannot be reached: {error}"
+            if not sent:
+                # What listens there may be no rank, and then ZeroMQ would never connect again.
+                self._drop(endpoint)
+        if not sent:
+            raise PeerAway(f"{endpoint} {why}")
+
+    @property
+    def endpoints(self) -> int:
+        """To how many ranks there is a socket."""
+        with self._lock:
+            return len(self._lines)
+
+    def close(self) -> None:
+        """Close all sockets; what waits is lost. To post again makes new ones."""
+        with self._lock:
+            for endpoint in list(self._lines):
+                self._drop(endpoint)
+
+    def _connect(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        """A socket that connects by itself, as often as it has to."""
+        try:
+            socket = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError as error:
+            raise PeerAway(f"there is no socket for {endpoint}: {error}") from None
+        host = endpoint.host.strip("[]")
+        try:
+            prepare(socket, MAX_MESSAGE_BYTES)
+            socket.set(zmq.LINGER, 0)
+            socket.set(zmq.SNDHWM, MAX_WAITING)
+            socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+            socket.set(zmq.RECONNECT_IVL, AGAIN_MS)
+            socket.set(zmq.RECONNECT_IVL_MAX, MAX_AGAIN_MS)
+            # A name is looked up as SGLang does, for IPv4.
+            socket.set(zmq.IPV6, int(":" in host))
+            socket.connect(address_of(host, endpoint.port))
+        except zmq.ZMQError as error:
+            socket.close()
+            raise PeerAway(f"{endpoint} is no address: {error}") from None
+        return socket
+
+    def _tidy(self, now: float) -> None:
+        while len(self._lines) > MAX_ENDPOINTS or now - next(iter(self._lines.values())).used > IDLE_SECONDS:
+            self._drop(next(iter(self._lines)))
+
+    def _drop(self, endpoint: Endpoint) -> None:
+        self._lines.pop(endpoint).socket.close()
+
+
+def _send(socket: zmq.Socket[bytes], payload: bytes) -> bool:
+    """Whether the socket has taken a message; never waits."""
+    for _ in range(2):
+        try:
+            socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            # In a burst ZeroMQ looks only now and then what has gone out, but always when it is asked.
+            if not int(socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+                return False
+        else:
+            return True
+    return False
