@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tests.harness import Harness
 
-from . import document, hosts, matrix, servers
-from .result import FaultResult, Recorder, Verdict, complaints, name, read, summary
+from . import document, hosts, matrix, parsers, servers
+from .result import FaultResult, Kind, Recorder, Verdict, complaints, name, read, summary
 from .stand import Stand
 
 EXAMPLES = """examples:
@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   python -m tests.faults --harness-only         without the real servers
   python -m tests.faults --only mid-push P2D1   those with all of these texts in their names
   python -m tests.faults --list                 only their names
-  python -m tests.faults --write-docs           make the table of docs/reliability.md from all results"""
+  python -m tests.faults --write-docs           make the table of docs/reliability.md from the results of all runs"""
 
 RESULTS = Path(os.environ.get("OUT") or "out") / "faults.jsonl"
 Add = Callable[[FaultResult], None]
@@ -55,7 +55,8 @@ def _minutes(seconds: float) -> str:
 
 def everything(harness_only: bool = False) -> list[tuple[str, str]]:
     """Name and kind of all that a run tries, in order."""
-    found = [(case.name, "harness") for case in matrix.cases()]
+    found = [(parsers.NAME, "parsers")]
+    found += [(case.name, "harness") for case in matrix.cases()]
     found += [(name(case.fault, case.step, hosts.NAME), "hosts") for case in hosts.CASES]
     if not harness_only:
         found += [(name(case.fault, case.step, servers.NAME), "servers") for case in servers.CASES]
@@ -102,20 +103,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(path: Path) -> int:
-    """The table, if there is a result of everything; returns the exit status."""
+    """The table; what has no result is in it as not run. Returns the exit status."""
     found = {result.name: result for result in read(path)} if path.exists() else {}
-    wanted = [each for each, _ in everything()]
-    lacking = [each for each in wanted if each not in found]
-    if lacking:
-        print(f"{path} has no result of {len(lacking)} faults; run them first:", *lacking, sep="\n  ", file=sys.stderr)
+    known = {name(case.fault, case.step, servers.NAME): (case, servers.NAME, Kind.SERVER) for case in servers.CASES}
+    known |= {name(case.fault, case.step, hosts.NAME): (case, hosts.NAME, Kind.HARNESS) for case in hosts.CASES}
+    known |= {case.name: (case, case.topology.name, Kind.HARNESS) for case in matrix.cases()}
+    lacking = [each for each, _ in everything() if each not in found]
+    if parsers.NAME in lacking or not found:
+        print(f"{path} has no result of {parsers.NAME}; run it first", file=sys.stderr)
         return 1
-    results = [found[each] for each in wanted]
+    for each in lacking:
+        case, where, kind = known[each]
+        found[each] = FaultResult(case.fault, case.step, where, kind, case.expectation, skipped="not run")
+    results = [found[each] for each, _ in everything()]
     document.write(results)
-    print(f"{document.DOCUMENT}: {summary(results)}")
+    print(f"{document.DOCUMENT}: {summary(results)}; {len(lacking)} not run")
     return 0
 
 
 def _run(names: set[str], add: Add, log_dir: Path) -> None:
+    if parsers.NAME in names:
+        add(parsers.run(lambda line: print(f"        {line}", flush=True)))
     in_harness = [case for case in matrix.cases() if case.name in names]
     between_hosts = [case for case in hosts.CASES if name(case.fault, case.step, hosts.NAME) in names]
     on_servers = [case for case in servers.CASES if name(case.fault, case.step, servers.NAME) in names]
