@@ -158,6 +158,8 @@ class Dispatch:
             if claim is None or claim() is not None:
                 return
             outbox = self._rooms.get(room)
+            if outbox is not None and outbox.owner is not claim:
+                outbox = None  # what a later request has brought already
             ended = outbox is not None and self._settle(outbox, "SGLang has let go of the request without a word")
         if ended and outbox is not None:
             self._settled(outbox)
@@ -258,13 +260,13 @@ class Dispatch:
     def _settled(self, outbox: Outbox, asked: Destination | None = None) -> None:
         """What is owed when a request has ended here: figures, decode ranks, SGLang. asked: is not told why."""
         room, reason = outbox.room, outbox.reason
-        self.counters.add("requests" if reason is None else "failures")
-        self.perf.sent_end(room, reason)
-        if reason is None:
-            self._events.succeeded(room)
-            return
-        logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
         try:
+            self.counters.add("requests" if reason is None else "failures")
+            self.perf.sent_end(room, reason)
+            if reason is None:
+                self._events.succeeded(room)
+                return
+            logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
             for destination in list(outbox.destinations.values()):
                 if destination is not asked:
                     self._tell_end(destination, reason)
@@ -405,9 +407,11 @@ class Dispatch:
             waits = outbox is None or outbox.moving
             destination.queued = runnable = not problem and not waits and destination.runnable
         if problem:
-            self.fail(destination.room, f"{self.manifest.label} {problem}", of=destination)
-            if destination.unfinished is not None:
-                destination.unfinished.when_ended(partial(self._ended_late, destination, problem))
+            try:
+                self.fail(destination.room, f"{self.manifest.label} {problem}", of=destination)
+            finally:
+                if destination.unfinished is not None:
+                    destination.unfinished.when_ended(partial(self._ended_late, destination, problem))
         elif destination.goodbye:
             self._farewell(destination)
         return runnable

@@ -54,10 +54,12 @@ class PrefillSide(Dispatch):
         """A message of a decode rank. What is wrong with it fails its request, or is dropped and counted."""
         self._handle(message)
 
-    def _handle(self, message: messages.Message, acked: int = 0) -> None:
-        """acked: what decode acknowledged while the message, a Bind, was parked."""
+    def _handle(self, message: messages.Message, parked: Parked | None = None) -> None:
+        """parked: where it has waited; nobody has said it just now."""
+        acked = 0 if parked is None else parked.acked
         try:
-            self._hear(message.incarnation)
+            if parked is None:
+                self._hear(message.incarnation)
             if isinstance(message, messages.Register):
                 self._register(message)
             elif isinstance(message, messages.Bind):
@@ -147,7 +149,7 @@ class PrefillSide(Dispatch):
             waiting = [key for key in self._parked if room is None or key[1] == room]
             parked = [self._parked.pop(key) for key in waiting]
         for each in parked:
-            self._handle(each.message, each.acked)
+            self._handle(each.message, each)
 
     def awaited(self) -> dict[str, Awaited]:
         """The decode processes that requests stand still for, by incarnation; no I/O."""
@@ -177,6 +179,8 @@ class PrefillSide(Dispatch):
             former = self._former[peer.incarnation] = Former(peer)
             while len(self._former) > MAX_FORMER:
                 self._former.popitem(last=False)
+            for key in [key for key in self._parked if key[0] == peer.incarnation]:
+                del self._parked[key]
             keys = [key for key in self._destinations if key[0] == peer.incarnation]
             destinations = [self._destinations.pop(key) for key in keys]
         for destination in destinations:
@@ -296,7 +300,7 @@ class PrefillSide(Dispatch):
                     message.room,
                     message.ranks,
                     message.use,
-                    self._claimed.get(message.room),
+                    self._claimed.get(message.room) if self._is_claimed(message.room) else None,
                     progress=self._clock(),
                     perf=record,
                 )

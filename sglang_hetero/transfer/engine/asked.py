@@ -13,7 +13,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 Begin = Callable[[str, int, int, int], int]
-"""Begins one transfer to a session: from, to, bytes. Its number, or 0 if it was not begun."""
+"""Begins one transfer to a session: from, to, bytes. Its number, or one of `Calls.refusals` if it was not begun."""
 Ask = Callable[[int], int]
 """By the number of a transfer: 1 it has landed (never to be asked about again), negative it has failed (the same), 0 it
 is under way."""
@@ -28,11 +28,15 @@ WATCH_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Calls:
-    """The native ones. patience: seconds without the end of a transfer after which nobody waits any more."""
+    """The native ones. patience: seconds without the end of a transfer after which nobody waits any more.
+
+    refusals: in the place of a number, what says that a transfer was not begun.
+    """
 
     begin: Begin
     ask: Ask
     patience: float
+    refusals: tuple[int, ...] = (0,)
 
 
 class Inquiry:
@@ -48,6 +52,11 @@ class Inquiry:
 
     def add(self, number: int) -> None:
         self._open.append(number)
+
+    def lose(self, why: str) -> None:
+        """One more, which may have been begun, and cannot be asked about."""
+        self.unknown = why
+        self.failed += 1
 
     def __len__(self) -> int:
         """Transfers that had not ended at the last look."""
@@ -121,7 +130,12 @@ class Watch:
             self._calls.append((inquiry, ended, unfinished))
             start, self._running = not self._running, True
         if start:
-            threading.Thread(target=self._run, name=f"hetero-{self._name}-watch", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name=f"hetero-{self._name}-watch", daemon=True).start()
+            except RuntimeError:  # the system gives no thread
+                logger.exception("what is left of a transfer is looked after when the next one is left")
+                with self._lock:
+                    self._running = False
         return unfinished
 
     def _run(self) -> None:

@@ -14,9 +14,11 @@ the first attempt land in it.
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +46,16 @@ DEADLINE_OPTIONS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 What the two kernels hold of it lands all the same, later, and nobody can tell when (measured). Without them a
 descriptor ends when the peer has acknowledged it, which it does after its last byte, or when the kernel ends the
 connection."""
-NO_DEADLINE = 7 * 24 * 3600
-"""Seconds: there is no value for "never"."""
+DEADLINE = 3600
+"""Seconds: longer than Linux keeps a connection whose peer acknowledges nothing (tcp_retries2, about 15 minutes), which
+ends by itself then. One that the peer alone has given up would never end without it; it is of no use for so long."""
+REFUSALS = (0, (1 << 64) - 1)
+"""Instead of the number of a transfer that was not begun; the second is -1 in releases before LEAST_RELEASE."""
+LEAST_RELEASE = (0, 3, 12)
+"""Before it, a transfer over TCP can have ended before its bytes are in the peer's memory, and one that was refused
+cannot be told from one that was begun."""
+DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
+"""Names under which Mooncake is released."""
 PATIENCE = 30.0
 """Seconds without a descriptor's end after which a write fails; Mooncake's own measure for a call that waits."""
 OVERLAPPED = -7
@@ -62,16 +72,23 @@ class Mooncake(NativeEngine):
 
     def __init__(self, upstream: Any, limits: Limits | None = None, *, patience: float = PATIENCE) -> None:
         super().__init__(upstream, limits or limits_for(os.environ))
+        if self._limits.asks and (found := too_old()):
+            raise EngineError(
+                f"Mooncake {found} acknowledges a write over TCP before its bytes are there: install "
+                f"{'.'.join(map(str, LEAST_RELEASE))} or newer on both sides",
+                settled=True,
+            )
         self._patience = patience
         if self._limits.asks:
             for option in DEADLINE_OPTIONS:  # read anew for every transfer
-                os.environ.setdefault(option, str(NO_DEADLINE))
+                os.environ.setdefault(option, str(DEADLINE))
 
     def write(self, session: str, sources: npt.ArrayLike, destinations: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         if not self._limits.asks:
             return super().write(session, sources, destinations, sizes)
         batch = check_batch(sources, destinations, sizes)
-        calls = Calls(self._native.transfer_submit_write, self._native.transfer_check_status, self._patience)
+        begin, ask = self._native.transfer_submit_write, self._native.transfer_check_status
+        calls = Calls(begin, ask, self._patience, REFUSALS)
         self._write_asking(calls, session, batch)
 
     def _unregister(self, addresses: list[int]) -> int:
@@ -91,6 +108,18 @@ class Mooncake(NativeEngine):
 
     def _transfer_remedy(self) -> str:
         return "the peer may be unreachable, or an address is outside what it has registered (then its log says so)"
+
+
+def too_old() -> str:
+    """The installed release, if it is older than LEAST_RELEASE; else, or if it is not known, an empty text."""
+    for name in DISTRIBUTIONS:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        numbers = tuple(int(part) for part in re.findall(r"\d+", found)[: len(LEAST_RELEASE)])
+        return found if numbers < LEAST_RELEASE else ""
+    return ""
 
 
 def limits_for(environ: Mapping[str, str], *, rdma_devices: Path = RDMA_DEVICES) -> Limits:

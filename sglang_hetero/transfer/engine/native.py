@@ -152,22 +152,32 @@ class NativeEngine(ABC):
         inquiry, refused = Inquiry(lambda number: call(calls.ask, number)), None
         for local, remote, size in zip(part.local.tolist(), part.remote.tolist(), part.sizes.tolist(), strict=True):
             number = call(calls.begin, session, local, remote, size)
-            if isinstance(number, str) or number == 0:
+            if isinstance(number, str):
+                inquiry.lose(number)  # it may have been begun
+                break
+            if number in calls.refusals:
                 refused = number
                 break
             inquiry.add(number)
         ended = inquiry.wait(calls.patience, lambda: self._closed)
         peer.in_doubt = not ended
         if not ended:
-            unfinished = self._watch.take(inquiry, lambda: peer.give(len(part)))
+            with self._lock:
+                peer.users += 1  # its books have to stay: what is left of this part counts
+            unfinished = self._watch.take(inquiry, lambda: self._left(peer, len(part)))
             outcome = f"has ended nowhere for {calls.patience:.0f} s, {len(inquiry)} descriptors are left"
             raise self._failure("write", outcome, session, part, unfinished=unfinished)
         peer.give(len(part))
         if refused is not None or inquiry.failed:
-            # What was refused was never begun; what raised may have been.
-            settled = not inquiry.failed and not isinstance(refused, str)
+            # What was refused was never begun.
             outcome = f"failed (code {refused if inquiry.failed == 0 else inquiry.unknown or -1})"
-            raise self._failure("write", outcome, session, part, settled=settled)
+            raise self._failure("write", outcome, session, part, settled=not inquiry.failed)
+
+    def _left(self, peer: "_Peer", descriptors: int) -> None:
+        """What was left of a part has ended."""
+        peer.give(descriptors)
+        with self._lock:
+            peer.users -= 1
 
     def _failure(
         self,
@@ -182,7 +192,9 @@ class NativeEngine(ABC):
         gone = self.peer_gone(session)
         cause = "nobody listens there any more" if gone else self._transfer_remedy()
         message = f"{self.name} {what} {outcome}: {describe(part, session)}; {cause}"
-        return EngineError(message, peer_gone=gone, settled=gone or settled, unfinished=None if gone else unfinished)
+        # A port that refuses says nothing about connections that are there: what is under way may land all the same.
+        settled = settled or (gone and unfinished is None)
+        return EngineError(message, peer_gone=gone, settled=settled, unfinished=unfinished)
 
     def _refuse_closed(self) -> None:
         if self._closed:

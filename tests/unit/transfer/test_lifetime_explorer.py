@@ -16,7 +16,7 @@ from tests.model_check.explore import explore, walk
 from tests.model_check.machines import Violation
 from tests.model_check.setup import Budget, Setup
 
-MOST_STATES = 200_000
+MOST_STATES = 300_000
 MOST_STEPS = 5_000
 WALKS = 40
 

@@ -4,11 +4,50 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from sglang_hetero.transfer.engine import native
+from sglang_hetero.transfer.engine import mooncake, native
+from sglang_hetero.transfer.engine.base import EngineError
 from sglang_hetero.transfer.engine.mooncake import Limits, Mooncake
 
 ONE = np.array([4096], np.uint64)
+TWO = np.array([4096, 8192], np.uint64)
+PATIENCE = 0.02
+UNDER_WAY, LANDED, LOST = 0, 1, -1
+
+
+class Asked:
+    """In the place of Mooncake's native engine: what each transfer's beginning gives, and how it is."""
+
+    def __init__(self, *begun: int | Exception) -> None:
+        self.begun = list(begun)
+        self.state = {number: UNDER_WAY for number in begun if isinstance(number, int)}
+
+    def transfer_submit_write(self, *_: object) -> int:
+        number = self.begun.pop(0)
+        if isinstance(number, Exception):
+            raise number
+        return number
+
+    def transfer_check_status(self, number: int) -> int:
+        return self.state[number]
+
+
+def failure(native_engine: Asked, data: np.ndarray = TWO) -> tuple[Mooncake, EngineError]:
+    upstream = SimpleNamespace(engine=native_engine, session_id="own:1")
+    engine = Mooncake(upstream, Limits(descriptors=4, outstanding=4, asks=True), patience=PATIENCE)
+    with pytest.raises(EngineError) as error:
+        engine.write("127.0.0.1:1", data, data, data)
+    return engine, error.value
+
+
+def told(error: EngineError) -> list[bool]:
+    """What is said of an unfinished write, when it has been."""
+    assert error.unfinished is not None
+    said, done = [], threading.Event()
+    error.unfinished.when_ended(lambda settled: (said.append(settled), done.set()))
+    assert done.wait(10)
+    return said
 
 
 def test_peers_of_former_times_are_forgotten_and_those_in_use_are_not(monkeypatch):
@@ -36,3 +75,67 @@ def test_peers_of_former_times_are_forgotten_and_those_in_use_are_not(monkeypatc
     thread.join()
     engine.write("peer:10", ONE, ONE, ONE)
     assert "busy:1" not in engine._peers
+
+
+def test_a_write_that_may_have_been_begun_is_never_settled_by_the_others():
+    asked = Asked(7, RuntimeError("a native error"))
+    _, error = failure(asked)
+    assert not error.settled and error.unfinished is not None
+    asked.state[7] = LANDED
+    assert told(error) == [False]
+
+
+@pytest.mark.parametrize("refused", [0, (1 << 64) - 1], ids=["zero", "minus one"])
+def test_a_write_that_was_refused_is_settled_when_the_others_have_landed(refused):
+    asked = Asked(7, refused)
+    _, error = failure(asked)
+    asked.state[7] = LANDED
+    assert told(error) == [True]
+
+
+def test_a_port_that_refuses_does_not_settle_what_is_under_way(monkeypatch):
+    monkeypatch.setattr(mooncake, "refuses_connections", lambda session: True)
+    asked = Asked(7, 8)
+    _, error = failure(asked)
+    assert error.peer_gone and not error.settled and error.unfinished is not None
+    asked.state.update({7: LANDED, 8: LOST})
+    assert told(error) == [False]
+
+
+def test_what_is_left_is_looked_after_although_there_was_no_thread_for_it_once(monkeypatch):
+    class NoThread:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    asked = Asked(7, 8, 9, 10)
+    with monkeypatch.context() as without:
+        without.setattr("sglang_hetero.transfer.engine.asked.threading.Thread", NoThread)
+        engine, first = failure(asked)
+    with pytest.raises(EngineError) as error:
+        engine.write("127.0.0.1:1", ONE, ONE, ONE)
+    asked.state.update(dict.fromkeys((7, 8, 9), LANDED))
+    assert told(first) == [True] and told(error.value) == [True]
+
+
+def test_the_books_of_a_peer_stay_while_a_write_to_it_is_unfinished(monkeypatch):
+    monkeypatch.setattr(native, "MAX_PEERS", 1)
+    asked = Asked(7, 8, 9)
+    engine, error = failure(asked)
+    asked.state[9] = LANDED
+    books = engine._peers["127.0.0.1:1"]
+    engine.write("127.0.0.1:2", ONE, ONE, ONE)
+    assert engine._peers["127.0.0.1:1"] is books
+    asked.state.update({7: LANDED, 8: LANDED})
+    assert told(error) == [True]
+    assert books.users == 0 and books._free == 4
+
+
+def test_an_old_release_is_refused(monkeypatch):
+    monkeypatch.setattr(mooncake, "version", lambda name: "0.3.11.post1")
+    upstream = SimpleNamespace(engine=Asked(), session_id="own:1")
+    with pytest.raises(EngineError, match=r"0\.3\.11\.post1.*install 0\.3\.12"):
+        Mooncake(upstream, Limits(descriptors=1, outstanding=1, asks=True))
+    Mooncake(upstream, Limits(descriptors=1, outstanding=1))

@@ -107,3 +107,34 @@ def test_a_sender_that_is_there_keeps_its_room():
             node.side.retire(ROOM)
         world.serve(request)
         world.check()
+
+
+def test_what_a_later_request_has_brought_outlives_the_end_of_a_sender_without_a_word():
+    with World(FOUR, (2, 1)) as world:
+        owners = [Sender() for _ in world.prefill]
+        for node, owner in zip(world.prefill, owners, strict=True):
+            node.side.claim(ROOM, owner)  # and nothing is ever bound to it
+        del owner, owners[:]
+        request = world.open(world.request(ROOM, TOKENS, 2))
+        world.until(lambda: world.is_bound(request), send=False)
+        for node in world.prefill:
+            node.side.retire(ROOM)
+            node.side.claim(ROOM)
+        world.serve(request)
+        world.check()
+
+
+def test_a_bind_that_has_waited_is_no_sign_of_life():
+    with World(FOUR, (2, 1), announce=False) as world:
+        request = world.open(world.request(ROOM, TOKENS, 2))
+        world.network.pump()
+        side, incarnation = world.prefill[0].side, world.decode[0].rank.manifest.incarnation
+        assert [key[0] for key in side._parked] == [incarnation]
+        side.gone(frozenset({incarnation}), "has ended")
+        world.prefill[0].side.topology(world.topology)
+        assert incarnation not in side._peers and not side._rooms
+        world.prefill[1].side.topology(world.topology)
+        world.decode[0].side.fail(ROOM, "enough")
+        world.until(lambda: bool(request.reasons), send=False)
+        world.end(request)
+        world.check()
