@@ -48,8 +48,9 @@ class _Line:
 class Posts:
     """Sends to ranks, in the order of posting as far as one rank is concerned. From any thread; none ever waits.
 
-    What was taken arrives once or never: what a broken connection had taken over is lost, and so is all that waits for
-    a rank when its queue is full.
+    What was taken arrives once or never: what a broken connection had taken over is lost. When a rank's queue is full a
+    new socket takes its place: what the old one still held is lost, but for what the rank's host has already, which may
+    then be read after what is posted next. Those who hear us bear that (lifetime/, epochs and repetition).
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
