@@ -207,7 +207,8 @@ def held(state: State, ranks: int) -> list[str]:
         found += [f"{rank.rank}: {name} {count}" for name, count in rest.items() if count and name != "peers"]
         # What the prefix cache keeps is not lost.
         cached = {"pages": rank.sglang["cached_tokens"], "slots": rank.sglang.get("cached_slots", 0)}
-        for name in ("pages", "rows", "slots", "aux_rows"):
+        slots = ("slots",) if "slots" in rank.sglang else ()  # a model without linear state has none
+        for name in ("pages", "rows", "aux_rows", *slots):
             free, total = rank.sglang[f"{name}_free"], rank.sglang[name]
             if free != total and not cached.get(name):
                 found.append(f"{rank.rank}: {free} of {total} {name} are free")
