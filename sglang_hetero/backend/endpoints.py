@@ -53,6 +53,13 @@ class SenderMixin:
                 manager.hetero_fail(self.bootstrap_room, reason)
         return super()._poll_with_status(check_status)  # type: ignore[misc]
 
+    def failure_exception(self) -> None:
+        """Another rank of this server may have failed the request, and SGLang tells its client what rank 0 knows."""
+        manager = self.kv_mgr
+        if manager.hetero_owns(self.bootstrap_room):
+            manager.hetero_explain(self.bootstrap_room, manager.hetero_prefill.explain(self.bootstrap_room))
+        super().failure_exception()  # type: ignore[misc]
+
     def clear(self) -> None:
         super().clear()  # type: ignore[misc]
         if self.kv_mgr.hetero_prefill is not None:

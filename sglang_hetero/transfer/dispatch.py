@@ -322,6 +322,16 @@ class Dispatch:
             outbox = self._rooms.get(room)
             return outbox.reason if outbox is not None and outbox.told_end else None
 
+    def explain(self, room: int) -> str:
+        """Why a request has failed that SGLang lets go of: on this rank, or, as far as this one knows, on another."""
+        with self._lock:
+            outbox = self._rooms.get(room)
+            if outbox is not None and outbox.reason is not None:
+                return outbox.reason
+            waits = "" if outbox is None else outbox.waits_for()
+        here = f"{self.manifest.label} {f'waited for {waits}' if waits else 'waits for nobody'}"
+        return f"another rank of this prefill server has failed it, whose log says why; {here}"
+
     def release(self, room: int, owner: object | None = None) -> None:
         """SGLang is done with the request; what is still on its way is cut off first.
 
@@ -366,12 +376,7 @@ class Dispatch:
             except HeteroError as error:
                 logger.warning("%s: room %d: the first token was not told again: %s", self.manifest.label, room, error)
         if outbox.closed and idle > self._stall_seconds:
-            waits_for = [
-                each.peer.label
-                for each in list(outbox.destinations.values())
-                if each.sending.status is SendingStatus.SENDING
-            ]
-            self.fail(room, f"no progress for {idle:.0f} s, waiting for {', '.join(waits_for)}")
+            self.fail(room, f"no progress for {idle:.0f} s, waiting for {outbox.waits_for()}")
 
     def _unpark(self, room: int | None = None) -> None:
         """Look again at what has waited: for a registration, the topology, or the end of its room's last use.

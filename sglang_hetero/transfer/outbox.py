@@ -302,6 +302,11 @@ class Outbox:
         """Whether every decode rank has everything."""
         return self.bound and all(each.sending.status is SendingStatus.FINISHED for each in self.destinations.values())
 
+    def waits_for(self) -> str:
+        """The decode ranks that do not have everything."""
+        destinations = list(self.destinations.values())
+        return ", ".join(each.peer.label for each in destinations if each.sending.status is not SendingStatus.FINISHED)
+
     def belongs_to(self, owner: object) -> bool:
         """Whether it is of no other sender of SGLang's than this one."""
         return self.owner is None or self.owner() in (None, owner)

@@ -138,3 +138,18 @@ def test_a_bind_that_has_waited_is_no_sign_of_life():
         world.until(lambda: bool(request.reasons), send=False)
         world.end(request)
         world.check()
+
+
+def test_each_rank_of_prefill_can_say_whom_a_request_waited_for():
+    with World(FOUR, (2, 1)) as world:
+        request = world.start(ROOM, TOKENS, 2)
+        world.until(lambda: world.is_bound(request), send=False)
+        first, second = (node.side for node in world.prefill)
+        for side in (first, second):
+            assert "another rank of this prefill server" in side.explain(ROOM)
+            assert f"waited for {world.decode[0].rank.manifest.label}" in side.explain(ROOM)
+        first.fail(ROOM, "a write has failed")
+        assert first.explain(ROOM) == "a write has failed"
+        world.until(lambda: world.failed(request), send=False)
+        world.end(request)
+        world.check()
