@@ -269,21 +269,19 @@ class Dispatch:
             logger.warning("%s: room %d failed: %s", self.manifest.label, room, reason)
             for destination in list(outbox.destinations.values()):
                 if destination is not asked:
-                    self._tell_end(destination, reason)
+                    self._tell_failed(destination.peer, room, destination.epoch, reason)
                 self._farewell(destination)
         finally:
             outbox.told_end = True
         self._events.failed(room, reason)
 
-    def _tell_end(self, destination: Destination, reason: str) -> None:
-        self._tell(
-            destination.peer,
-            messages.Failed,
-            destination.room,
-            destination.epoch,
-            source=self._number,
-            reason=reason,
-        )
+    def _tell_failed(self, peer: Peer, room: int, epoch: int, reason: str) -> None:
+        """Tell a decode rank why it will not get a request."""
+        self._tell(peer, messages.Failed, room, epoch, source=self._number, reason=reason)
+
+    def _tell_drained(self, peer: Peer, room: int, epoch: int) -> None:
+        """Tell a decode rank that nothing of a request will be written to it any more."""
+        self._tell(peer, messages.Drained, room, epoch, source=self._number)
 
     def _drop(self, outbox: Outbox) -> None:
         """A request is no longer the room's; the lock is held. A write under way or in doubt is asked about later."""
@@ -566,4 +564,4 @@ class Dispatch:
             if drained:
                 self._destinations.pop(destination.key, None)
         if drained:
-            self._tell(destination.peer, messages.Drained, destination.room, destination.epoch, source=self._number)
+            self._tell_drained(destination.peer, destination.room, destination.epoch)

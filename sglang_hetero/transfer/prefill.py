@@ -244,8 +244,8 @@ class PrefillSide(Dispatch):
 
     def _refuse(self, message: messages.Bind, peer: Peer, reason: str) -> None:
         """A request will not be sent, and nothing of it ever was."""
-        self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=reason)
-        self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+        self._tell_failed(peer, message.room, message.epoch, reason)
+        self._tell_drained(peer, message.room, message.epoch)
 
     def _answer_late(self, message: messages.Bind, peer: Peer) -> None:
         """A Bind of a request that was bound before, or ended: said again, or its Abort has overtaken it.
@@ -261,9 +261,9 @@ class PrefillSide(Dispatch):
             reason = last.sending.reason if last is not None else None
             drained = destination is None or (reason is not None and destination.sending.drained)
         if reason is not None:
-            self._tell(peer, messages.Failed, message.room, message.epoch, source=self._number, reason=reason)
+            self._tell_failed(peer, message.room, message.epoch, reason)
         if drained:
-            self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            self._tell_drained(peer, message.room, message.epoch)
 
     def _in_use(self, message: messages.Bind) -> bool:
         """Whether an earlier use of the room is not over here; the lock is held.
@@ -384,7 +384,7 @@ class PrefillSide(Dispatch):
         if never_bound and same_use:
             self.fail(message.room, reason)
         if peer is not None:  # nothing of it was ever written, or all has been told already
-            self._tell(peer, messages.Drained, message.room, message.epoch, source=self._number)
+            self._tell_drained(peer, message.room, message.epoch)
 
     # SGLang's scheduler.
 

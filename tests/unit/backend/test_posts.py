@@ -1,5 +1,6 @@
 """Messages to other ranks: nobody waits, whatever becomes of the rank, and one that comes back is reached again."""
 
+import contextlib
 import socket
 import threading
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from sglang_hetero.transfer.link import Endpoint
 from tests.unit.backend.prefill_server import SOON, free_port, until
 from tests.unit.transfer.control.peers import HOST
 
+NOBODY = 7
+"""A port; whether anybody listens there does not matter."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"OTHER".ljust(20, b"\0") + bytes(32)
 """What a ZeroMQ socket says first that wants an authentication that ours does not know."""
 
@@ -173,14 +176,17 @@ def test_many_threads_post_at_the_same_time(posts):
         worker.join(SOON)
 
 
-def test_ipv6(posts):
-    try:
-        with socket.socket(socket.AF_INET6) as sock:
-            sock.bind(("::1", 0))
-            port = sock.getsockname()[1]
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    for host in ("::1", "[::1]"):
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6(posts, host):
+    port = NOBODY
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as sock:  # where the host has it
+        sock.bind(("::1", 0))
+        port = sock.getsockname()[1]
+    posts.post(Endpoint(host, port), b"x")
+    line = posts._lines[Endpoint(host, port)]
+    assert line.socket.get_string(zmq.LAST_ENDPOINT) == f"tcp://[::1]:{port}"
+    if port != NOBODY:
+        posts.close()
         with rank(port, "::1") as sock:
             reach(posts, Endpoint(host, port), sock, host.encode())
 
