@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from sglang_hetero.errors import HeteroError, PeerAway, TransferRefused
+from sglang_hetero.errors import ControlError, HeteroError, PeerAway, TransferRefused
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.control import ControlClient
 from sglang_hetero.transfer.seal import Seal
@@ -59,11 +59,19 @@ class Announcer:
 
     def send_first(self, message: messages.Message) -> None:
         """Send the first token's message. Raises HeteroError if there is no control service."""
-        with self._lock:
-            client = self._client
-        if client is None:
-            raise TransferRefused(f"this prefill rank has not reached its control service yet{self._because}")
-        client.send(message)
+        client = None
+        while True:
+            with self._lock:
+                former, client = client, self._client
+            if client is None:
+                raise TransferRefused(f"this prefill rank has not reached its control service yet{self._because}")
+            try:
+                client.send(message)
+                return
+            except ControlError:
+                # It may have been closed since, because another one has taken its place.
+                if client is former:
+                    raise
 
     @property
     def fault(self) -> str:

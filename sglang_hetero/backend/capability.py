@@ -23,7 +23,7 @@ from sglang_hetero.errors import PeerAway, SealError, TransferRefused
 from sglang_hetero.layout import limits
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.fields import MAX_REASON
-from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.link import Addressee, Endpoint
 from sglang_hetero.transfer.seal import Purpose, Seal
 
 from .bootstrap import MAX_BODY, NONCE_BYTES, NONCE_HEADER, ROUTE, SEAL_HEADER, Capability
@@ -149,23 +149,24 @@ def _route(dp_rank: int, cp_rank: int, tp_rank: int, pp_rank: int) -> str:
     )
 
 
-def endpoints(address: str, info: Any) -> dict[int, tuple[Endpoint, ...]]:
-    """Where the ranks of each attention-DP replica take messages, as far as the bootstrap server says it in time.
+def ranks(address: str, info: Any) -> dict[int, tuple[Addressee, ...]]:
+    """Where the ranks of each attention-DP replica take messages, as far as the bootstrap server says it in time; not
+    which processes they are.
 
     Raises PeerAway, or msgspec's error for what is no address.
     """
-    found: dict[int, tuple[Endpoint, ...]] = {}
+    found: dict[int, tuple[Addressee, ...]] = {}
     until = time.monotonic() + ENDPOINTS_SECONDS
     places = list(itertools.product(range(info.attn_tp_size), range(info.pp_size)))
     for dp_rank in range(info.dp_size):
-        ranks = []
+        replies = []
         for tp_rank, pp_rank in places:
             if time.monotonic() > until:
                 return found
             reply = _request(address, _route(dp_rank, 0, tp_rank, pp_rank), {})
             if reply.status == HTTP_OK:
-                ranks.append(msgspec.json.decode(reply.body, type=_RankInfo))
-        found[dp_rank] = tuple(Endpoint(rank.rank_ip, rank.rank_port) for rank in ranks)
+                replies.append(msgspec.json.decode(reply.body, type=_RankInfo))
+        found[dp_rank] = tuple(Addressee(Endpoint(each.rank_ip, each.rank_port)) for each in replies)
     return found
 
 

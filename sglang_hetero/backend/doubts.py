@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Protocol
 
 from sglang_hetero.transfer.engine.base import Engine
-from sglang_hetero.transfer.link import Awaited
+from sglang_hetero.transfer.engine.mooncake import refuses_connections
+from sglang_hetero.transfer.link import Awaited, Endpoint
 from sglang_hetero.transfer.worker import Worker
 
 from .background import Background
@@ -21,7 +22,7 @@ LOOK_SECONDS = 1.0
 """Between two looks at whom requests wait for, on prefill."""
 DOUBT_SECONDS, MAX_DOUBT_SECONDS = 2.0, 30.0
 """From when a process is waited for until it is first asked about; the pause doubles each time, up to the second. The
-question is a connection to its transfer engine that says nothing: Mooncake writes two lines into its log for each."""
+question is `has_let_go`. Mooncake writes two lines into its log for a connection that says nothing."""
 WARNING_SECONDS = 60.0
 """Units of staging that are kept for a rank for so long are told of in the log, and again after ten times as long each
 time."""
@@ -29,6 +30,21 @@ APART_SECONDS = 5.0
 """A process is taken for dead when it refuses connections twice, so far apart, and nothing is heard of it meanwhile.
 One refusal proves less: a rule of a firewall looks the same. Between the two what waits for the process is said to it
 again (transfer/lifetime/repetition.py: 2 and 6 s after the last news), and one that lives can answer."""
+
+
+def has_let_go(
+    engine: Engine, process: Awaited, *, sessions: Container[str] = (), endpoints: Container[Endpoint] = ()
+) -> bool:
+    """Whether nobody listens any more where a process does as long as it lives, running or stopped: where it takes
+    messages, and at its transfer engine if that is known to listen (MemFabric's is not). Takes seconds.
+
+    sessions, endpoints: of other processes that have been seen alive; an address has one owner at a time. A rule of a
+    firewall that refuses, or one port that is closed too early, looks the same as an end, the less likely the more
+    ports are asked. A host that says nothing has let go of nothing.
+    """
+    if engine.sees_ends and process.session not in sessions and not engine.peer_gone(process.session):
+        return False
+    return process.endpoint in endpoints or refuses_connections(str(process.endpoint))
 
 
 class Side(Protocol):
@@ -83,7 +99,7 @@ class Doubts:
         if awaited is None:
             return
         asked = self._clock()
-        if not self._engine.peer_gone(awaited.session):
+        if not has_let_go(self._engine, awaited):
             doubt.refused = None
             return
         awaited = self._side.awaited().get(incarnation)  # what has been heard until now

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sglang_hetero.errors import HeteroError
-from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.link import Addressee
 from sglang_hetero.transfer.reception import Progress
 from sglang_hetero.transfer.sources import SourceSet
 
@@ -145,7 +145,15 @@ class ReceiverMixin:
             return
         try:
             if decode_prefix_len or device_kv_indices is not None:
-                raise HeteroError("decode's prefix cache and HiSparse are not served between different TP sizes")
+                raise HeteroError(
+                    f"{self.kv_mgr.hetero_rank.name}: decode's prefix cache and HiSparse are not served between "
+                    "different TP sizes; start decode without them"
+                )
+            if self._newcomers():
+                raise HeteroError(
+                    f"{self.kv_mgr.hetero_rank.name}: prefill at {self.bootstrap_addr} was started again while the "
+                    "request waited for memory here; send it again"
+                )
             self._aux_index = aux_index
             slot = self.kv_mgr.hetero_slot(state_indices)
             self.kv_mgr.hetero_decode.open(
@@ -169,7 +177,7 @@ class ReceiverMixin:
         except Exception as error:
             # SGLang's scheduler serves other requests, and would end with the exception.
             logger.exception("room %d", self.bootstrap_room)
-            self._fail(f"{type(error).__name__}: {error}")
+            self._fail(f"{self.kv_mgr.hetero_rank.name}: {type(error).__name__}: {error}")
         return KVPoll.WaitingForInput if self.conclude_state is None else self.conclude_state
 
     def _advance(self) -> None:
@@ -230,11 +238,15 @@ class ReceiverMixin:
         self._opened = False
         self._told = True  # its sources were asked by decode's side, which tells them how it ends
         self.kv_mgr.hetero_decode.settle(self.bootstrap_room)
+        if self.conclude_state == KVPoll.Failed and (others := self._newcomers()):
+            # They may wait for it.
+            self._give_up_at(others, self.kv_mgr.hetero_reason(self.bootstrap_room))
+
+    def _newcomers(self) -> tuple[Addressee, ...]:
+        """Ranks of its prefill server that were started since the request was given its sources, as far as is known."""
         assert self._source_set is not None
-        now = self.kv_mgr.hetero_endpoints(self.bootstrap_addr, self.prefill_dp_rank)
-        if self.conclude_state == KVPoll.Failed and now and now != self._source_set.endpoints:
-            # Its prefill server was started again, and the new one waits for it.
-            self._give_up_at(now, self.kv_mgr.hetero_reason(self.bootstrap_room))
+        now = self.kv_mgr.hetero_ranks(self.bootstrap_addr, self.prefill_dp_rank)
+        return tuple(rank for rank in now if rank not in self._source_set.ranks)
 
     def _explain(self) -> None:
         """Another rank of this server may have failed the request, and SGLang tells its client what rank 0 knows."""
@@ -276,18 +288,18 @@ class ReceiverMixin:
         if self._told:
             return
         self._told = True
-        bound_for = () if self._source_set is None else self._source_set.endpoints
+        bound_for = () if self._source_set is None else self._source_set.ranks
         dp_rank = self.prefill_dp_rank
-        now = () if dp_rank is None else self.kv_mgr.hetero_endpoints(self.bootstrap_addr, dp_rank)
-        if endpoints := tuple(dict.fromkeys((*bound_for, *now))):
-            self._give_up_at(endpoints, reason)
+        now = () if dp_rank is None else self.kv_mgr.hetero_ranks(self.bootstrap_addr, dp_rank)
+        if ranks := tuple(dict.fromkeys((*bound_for, *now))):
+            self._give_up_at(ranks, reason)
         else:
             self.kv_mgr.hetero_owe(self.bootstrap_addr, self.bootstrap_room, reason)
 
-    def _give_up_at(self, endpoints: tuple[Endpoint, ...], reason: str) -> None:
+    def _give_up_at(self, ranks: tuple[Addressee, ...], reason: str) -> None:
         capable = self._source_set is not None or self.kv_mgr.hetero_capable(self.bootstrap_addr)
         try:
-            self.kv_mgr.hetero_give_up(self.bootstrap_room, endpoints, reason, capable=capable)
+            self.kv_mgr.hetero_give_up(self.bootstrap_room, ranks, reason, capable=capable)
         except Exception as error:  # SGLang's scheduler would end with it
             logger.warning("room %d: prefill at %s was not told: %s", self.bootstrap_room, self.bootstrap_addr, error)
 

@@ -9,9 +9,9 @@ What is concluded from what:
 * silent, but somebody listens, or nothing comes back at all: it may only be stopped or cut off. Nothing is concluded;
   SGLang's own heartbeat and the time-outs end what waits for it. SGLang asks no server that has to be asked anew, which
   is not in its table; so if the bootstrap server of such a one does not answer us, it is given up as SGLang would;
-* connections to the transfer engine of a rank are refused twice, some seconds apart, and nothing is heard of it
-  meanwhile: that process has ended and writes no more, so that the units of staging that were kept because of it are
-  free again. That is asked as long as there are any (doubts.py).
+* a rank refuses connections, where it takes messages and at its transfer engine, twice, some seconds apart, and nothing
+  is heard of it meanwhile: that process has ended and writes no more, so that the units of staging that were kept
+  because of it are free again. That is asked as long as there are any (doubts.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from sglang_hetero.errors import HeteroError, PeerAway, SealError, TransferRefused
 from sglang_hetero.layout.manifest import Side
@@ -26,7 +27,7 @@ from sglang_hetero.transfer.counters import Counters
 from sglang_hetero.transfer.decode import DecodeSide
 from sglang_hetero.transfer.engine.base import Engine
 from sglang_hetero.transfer.faults import Faults
-from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.link import Addressee, Endpoint
 from sglang_hetero.transfer.outbox import FirstToken
 from sglang_hetero.transfer.prefill import PrefillSide
 from sglang_hetero.transfer.seal import Purpose
@@ -231,7 +232,7 @@ class ManagerMixin:
     def _hetero_send_first(self, message: messages.Message) -> None:
         """Send the first token's message. Raises HeteroError if there is no control service."""
         if self._hetero_announcer is None:
-            raise TransferRefused("this prefill rank is still being started")
+            raise TransferRefused(f"{self.hetero_rank.name} is still being started; try again")
         self._hetero_announcer.send_first(message)
 
     def add_transfer_request(  # noqa: PLR0917 (SGLang's signature)
@@ -462,37 +463,34 @@ class ManagerMixin:
         """Why requests of this prefill server fail; it is asked anew for the next one, since servers are restarted."""
         return self._hetero_peers.refusal(address)
 
-    def hetero_endpoints(self, address: str, dp_rank: int) -> tuple[Endpoint, ...]:
+    def hetero_ranks(self, address: str, dp_rank: int) -> tuple[Addressee, ...]:
         """Where the ranks of a prefill replica take messages, as far as that is known."""
-        return self._hetero_peers.endpoints(address, dp_rank)
+        return self._hetero_peers.ranks(address, dp_rank)
 
     def hetero_owe(self, address: str, room: int, reason: str) -> None:
         """Tell a prefill server of a request that is given up, as soon as it is known where its ranks are."""
         if self.hetero_mode is not Mode.OFF:
             self._hetero_peers.owe(address, room, reason)
 
-    def hetero_give_up(self, room: int, endpoints: Sequence[Endpoint], reason: str, *, capable: bool) -> None:
+    def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, capable: bool) -> None:
         """Tell prefill ranks that a request that was never bound will not be: they would wait for their timeout.
 
         capable: whether they understand our messages; else they are told in SGLang's language.
         """
-        from sglang.srt.disaggregation.common.conn import AbortNotification, CommonKVReceiver
-
         with self.failure_lock:  # type: ignore[attr-defined]
             self._hetero_given_up += 1
             epoch = self._hetero_given_up
-        ours = messages.encode(messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason))
-        for endpoint in endpoints:
+        ours = messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason)
+        for rank in ranks:
             try:
                 if capable:
-                    self._hetero_post(endpoint, ours)
-                    continue
-                there = {"rank_ip": endpoint.host, "rank_port": endpoint.port}
-                sock, lock = CommonKVReceiver._connect_to_bootstrap_server(there)
-                with lock:
-                    sock.send_multipart(AbortNotification(room=room).to_zmq())
+                    self._hetero_post(rank.endpoint, messages.encode(replace(ours, source=rank.incarnation)))
+                else:
+                    from sglang.srt.disaggregation.common.conn import AbortNotification
+
+                    self._hetero_posts.post(rank.endpoint, *AbortNotification(room=room).to_zmq())
             except Exception as error:  # the others wait as well
-                logger.warning("room %d: the prefill rank at %s was not told: %s", room, endpoint, error)
+                logger.warning("room %d: the prefill rank at %s was not told: %s", room, rank.endpoint, error)
 
     def hetero_capable(self, address: str) -> bool:
         """Whether that prefill server understands our messages."""
@@ -505,7 +503,8 @@ class ManagerMixin:
     def hetero_reason(self, room: int) -> str:
         """What SGLang has recorded as the cause of a request's failure."""
         with self.failure_lock:  # type: ignore[attr-defined]
-            return str(self.failure_records.get(room) or "SGLang has failed the request")  # type: ignore[attr-defined]
+            known = self.failure_records.get(room)  # type: ignore[attr-defined]
+        return str(known or f"{self.hetero_rank.name}: SGLang has failed the request; its log may say why")
 
     def hetero_explain(self, room: int, reason: str) -> None:
         """Record a cause of a request's failure, unless this rank has one."""

@@ -24,13 +24,14 @@ from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.control import ControlClient
 from sglang_hetero.transfer.decode import DecodeSide
 from sglang_hetero.transfer.engine.base import Engine
-from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.link import Addressee, Endpoint
 from sglang_hetero.transfer.seal import Seal
 from sglang_hetero.transfer.sources import SourceSet
 
 from . import capability
 from .background import Background
 from .capability import PrefillServer
+from .doubts import has_let_go
 from .owed import Owed
 from .pairing import Decision, Path
 
@@ -68,7 +69,7 @@ class Host(Protocol):
     def hetero_lost(self, address: str, reason: str) -> None:
         """The server has ended: its requests fail."""
 
-    def hetero_give_up(self, room: int, endpoints: Sequence[Endpoint], reason: str, *, capable: bool) -> None:
+    def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, capable: bool) -> None:
         """Tell prefill ranks that a request will not be bound. capable: whether they understand our messages."""
 
 
@@ -84,7 +85,7 @@ class Server:
     """Incarnation of its control service."""
     sources: Mapping[int, SourceSet] = field(default_factory=dict)
     """Its ranks, by attention-DP replica."""
-    endpoints: Mapping[int, tuple[Endpoint, ...]] = field(default_factory=dict)
+    ranks: Mapping[int, tuple[Addressee, ...]] = field(default_factory=dict)
     """Where they take messages, as far as that is known; also of a server that is refused."""
     incarnations: frozenset[str] = frozenset()
     """Of the processes of its ranks."""
@@ -189,7 +190,7 @@ class Peers:
             server = self._servers.get(address)
             return server is not None and server.found.capable
 
-    def endpoints(self, address: str, dp_rank: int) -> tuple[Endpoint, ...]:
+    def ranks(self, address: str, dp_rank: int) -> tuple[Addressee, ...]:
         """Where the ranks of a replica take messages, as far as that is known.
 
         Not of a server that has to be asked anew: others may be there. One that is refused is, after each request.
@@ -198,7 +199,7 @@ class Peers:
             server = self._servers.get(address)
             if server is None or (server.outdated and server.decision.path is not Path.REFUSED):
                 return ()
-            return server.endpoints.get(dp_rank, ())
+            return server.ranks.get(dp_rank, ())
 
     def sources(self, address: str, dp_rank: int) -> SourceSet:
         """The ranks of a replica. Raises TransferRefused if there is no such replica, or it has to be asked first."""
@@ -222,7 +223,7 @@ class Peers:
         with self._changed:
             self._owed.add(address, room, reason)
             server = self._current(address)
-        if server is not None and any(server.endpoints.values()):
+        if server is not None and any(server.ranks.values()):
             self._pay(server)
         else:
             self._begin(address)
@@ -247,21 +248,21 @@ class Peers:
         with self._changed:
             if not self._owed.of(address):
                 return
-        everywhere = server.endpoints
+        everywhere = server.ranks
         try:
             if not any(everywhere.values()):
-                everywhere = capability.endpoints(address, server.found.info)
+                everywhere = capability.ranks(address, server.found.info)
         except (HeteroError, msgspec.MsgspecError) as error:
             logger.info("ranks of prefill at %s cannot be told yet what was given up: %s", address, error)
             return
-        endpoints = [endpoint for each in everywhere.values() for endpoint in each]
-        if not endpoints:
+        ranks = [rank for each in everywhere.values() for rank in each]
+        if not ranks:
             return
         with self._changed:
             owed = self._owed.take(address)
         for room, reason in owed.items():
             try:
-                self._host.hetero_give_up(room, endpoints, reason, capable=server.found.capable)
+                self._host.hetero_give_up(room, ranks, reason, capable=server.found.capable)
             except Exception as error:
                 logger.warning("room %d: prefill at %s was not told: %s", room, address, error)
 
@@ -385,9 +386,9 @@ class Peers:
                 logger.exception("prefill at %s", address)
                 reason = f"prefill at {address}: {type(error).__name__}: {error}"
                 server.decision = Decision(Path.REFUSED, reason)
-        if server.decision.path is Path.REFUSED and not server.endpoints:
+        if server.decision.path is Path.REFUSED and not server.ranks:
             try:
-                server.endpoints = capability.endpoints(address, found.info)
+                server.ranks = capability.ranks(address, found.info)
             except (HeteroError, msgspec.MsgspecError) as error:
                 logger.info("ranks of prefill at %s cannot be told that it is refused: %s", address, error)
         logger.info("%s: %s", address, server.decision.reason)
@@ -446,13 +447,9 @@ class Peers:
             raise PeerAway(f"prefill at {address}: {error}") from None
         server.since = time.monotonic()
         server.service = topologies[0].incarnation
-        server.endpoints = {
-            each.dp_rank: tuple(Endpoint(rank.host, rank.port) for rank in each.ranks) for each in topologies
-        }
+        server.ranks = {each.dp_rank: tuple(map(_addressee, each.ranks)) for each in topologies}
         server.names = {each.dp_rank: each.topology for each in topologies}
-        server.incarnations = frozenset(
-            decode_manifest(rank.manifest).incarnation for each in topologies for rank in each.ranks
-        )
+        server.incarnations = frozenset(rank.incarnation for each in server.ranks.values() for rank in each)
         server.sessions = frozenset(rank.session for each in topologies for rank in each.ranks)
         old = {} if known is None else known.sources
         server.sources = {
@@ -465,8 +462,8 @@ class Peers:
     def _replaced(self, server: Server) -> None:
         """All ranks at this address are known: those that were there before take no part any more.
 
-        Have their processes ended? The address may lead to another host now, while the former one only stands still:
-        so it is asked, where the engine can tell. What cannot be told now is asked again (doubts.py).
+        Have their processes ended? They may only stand still: the address may lead to another host now, or a process
+        was stopped and forgotten. So each is asked. What cannot be told now is asked again (doubts.py).
         """
         side, engine = self.side, self.engine
         if side is None or engine is None or not server.incarnations:
@@ -480,13 +477,13 @@ class Peers:
             return
         why = f"was started again (prefill at {server.address})"
         side.lost(frozenset(former), why)
-        ended = {
+        endpoints = {rank.endpoint for replica in server.ranks.values() for rank in replica}
+        ended = frozenset(
             incarnation
             for incarnation, each in former.items()
-            # A session is an address: it is nobody else's as long as its process lives.
-            if not engine.sees_ends or each.session in server.sessions or engine.peer_gone(each.session)
-        }
-        side.gone(frozenset(ended), why)
+            if has_let_go(engine, each, sessions=server.sessions, endpoints=endpoints)
+        )
+        side.gone(ended, why)
 
     def _client(self, address: str, control_port: int, side: DecodeSide) -> ControlClient:
         """The connection to the control service there."""
@@ -509,6 +506,10 @@ class Peers:
             )
         except ControlError as error:
             raise PeerAway(str(error)) from None
+
+
+def _addressee(rank: messages.RankEntry) -> Addressee:
+    return Addressee(Endpoint(rank.host, rank.port), decode_manifest(rank.manifest).incarnation)
 
 
 def _to_decode(side: DecodeSide, message: messages.Message) -> None:

@@ -7,10 +7,11 @@ wait there, while requests of all other servers stand still.
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -61,7 +62,7 @@ class Posts:
         self._lock = threading.Lock()
         self._lines: OrderedDict[Endpoint, _Line] = OrderedDict()  # the latest used one is the last
 
-    def post(self, endpoint: Endpoint, payload: bytes) -> None:
+    def post(self, endpoint: Endpoint, *frames: bytes) -> None:
         """Send one message. Raises PeerAway if it cannot be, and then it will never arrive."""
         with self._lock:
             now = self._clock()
@@ -73,7 +74,7 @@ class Posts:
             self._tidy(now)
             why = f"takes no messages: {MAX_WAITING} have waited for it, all are lost"
             try:
-                sent = _send(line.socket, payload)
+                sent = _send(line.socket, frames)
             except zmq.ZMQError as error:
                 sent, why = False, f"cannot be reached: {error}"
             if not sent:
@@ -102,18 +103,20 @@ class Posts:
             raise PeerAway(f"there is no socket for {endpoint}: {error}") from None
         host = endpoint.host.strip("[]")
         try:
+            # One thread of ZeroMQ looks names up for all sockets, so a look-up that takes seconds would hold up all
+            # ranks. The ranks have none: SGLang binds to an address, and says that one.
+            ipaddress.ip_address(host)
             prepare(socket, MAX_MESSAGE_BYTES)
             socket.set(zmq.LINGER, 0)
             socket.set(zmq.SNDHWM, MAX_WAITING)
             socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
             socket.set(zmq.RECONNECT_IVL, AGAIN_MS)
             socket.set(zmq.RECONNECT_IVL_MAX, MAX_AGAIN_MS)
-            # A name is looked up as SGLang does, for IPv4.
             socket.set(zmq.IPV6, int(":" in host))
             socket.connect(address_of(host, endpoint.port))
-        except zmq.ZMQError as error:
+        except (ValueError, zmq.ZMQError) as error:
             socket.close()
-            raise PeerAway(f"{endpoint} is no address: {error}") from None
+            raise PeerAway(f"{endpoint} is no address of a rank (IP:port): {error}") from None
         return socket
 
     def _tidy(self, now: float) -> None:
@@ -124,11 +127,11 @@ class Posts:
         self._lines.pop(endpoint).socket.close()
 
 
-def _send(socket: zmq.Socket[bytes], payload: bytes) -> bool:
+def _send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
     """Whether the socket has taken a message; never waits."""
     for _ in range(2):
         try:
-            socket.send(payload, zmq.NOBLOCK)
+            socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             # In a burst ZeroMQ looks only now and then what has gone out, but always when it is asked.
             if not int(socket.get(zmq.EVENTS)) & zmq.POLLOUT:

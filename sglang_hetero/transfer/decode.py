@@ -175,7 +175,7 @@ class DecodeSide(Reception):
 
     def settle(self, room: int) -> None:
         """SGLang lets go of the request: after this call nothing of ours touches its pages and slot any more."""
-        self.fail(room, "the request ended on the decode side")
+        self.fail(room, f"{self.manifest.label}: SGLang has ended the request there before all of it had arrived")
         with self._quiet:
             inbox = self._current.pop(room, None)
             if inbox is None:
@@ -252,12 +252,10 @@ class DecodeSide(Reception):
                 except HeteroError as error:
                     outgoing = self._fail(inbox, f"{label}: {error}")
             elif isinstance(message, messages.Failed):
-                reason = message.reason or "it failed without a reason"
-                if label not in reason:
-                    reason = f"{label}: {reason}"
+                reason = messages.attributed(label, message.reason or "it gives no reason; see its log")
                 outgoing = self._carry_out(inbox, machine.peer_failed(message.source, reason))
             else:
-                outgoing = self._fail(inbox, f"{label} has stopped")
+                outgoing = self._fail(inbox, f"{label} has stopped sending without a reason; see its log")
                 outgoing += self._carry_out(inbox, machine.drained(message.source))
             if machine.news != before:  # what is only said again must not keep a request alive that stands still
                 inbox.progress = self._clock()
@@ -301,7 +299,7 @@ class DecodeSide(Reception):
                 inbox.perf.first_generation()
                 outgoing = self._carry_out(inbox, inbox.machine.first_generation(totals))
             except HeteroError as error:
-                outgoing = self._fail(inbox, f"prefill's first token: {error}")
+                outgoing = self._fail(inbox, f"the first token of prefill at {inbox.source_set.address}: {error}")
         self._send(outgoing)
 
     def doubts(self) -> list[Doubt]:
@@ -351,6 +349,7 @@ class DecodeSide(Reception):
                         source.label,
                         known.address,
                         known.sessions[number],
+                        known.endpoints[number],
                         units[number] + more,
                         self._heard.last(source.incarnation),
                     )

@@ -58,6 +58,10 @@ BATCHES_PER_WINDOW = 4
 way; of pieces that do not fill their units as many go at a time as have the same bytes."""
 
 
+Claim = Callable[[], object | None]
+"""Gives SGLang's sender of a request, None when that is gone."""
+
+
 class Events(Protocol):
     """What the process around learns about a request; called from any thread, without the lock."""
 
@@ -91,7 +95,7 @@ class Former:
 
     peer: Peer
     undrained: tuple[Destination, ...] | None = None
-    """Those of which bytes may still be on their way; None until all its requests have failed."""
+    """Those of which bytes may still be on their way, without their pieces; None until all its requests have failed."""
 
 
 @dataclass
@@ -139,7 +143,7 @@ class Dispatch:
         self._rooms: dict[int, Outbox] = {}
         # Also those of requests that have ended here but still have a write in flight. By incarnation, room and epoch.
         self._destinations: dict[tuple[str, int, int], Destination] = {}
-        self._claimed: dict[int, Callable[[], object | None]] = {}
+        self._claimed: dict[int, Claim] = {}
         self._let_go: OrderedDict[int, float] = OrderedDict()  # rooms that ended before decode had bound them, and when
         self._epochs = Epochs(keep=MAX_ROOMS)
         self._former: OrderedDict[str, Former] = OrderedDict()  # decode processes that were forgotten
@@ -160,20 +164,15 @@ class Dispatch:
             outbox = self._rooms.get(room)
             if outbox is not None and outbox.owner is not claim:
                 outbox = None  # what a later request has brought already
-            ended = outbox is not None and self._settle(outbox, "SGLang has let go of the request without a word")
-        if ended and outbox is not None:
-            self._settled(outbox)
-        with self._lock:
-            if self._claimed.get(room) is not claim:
-                return
-            del self._claimed[room]
-            if outbox is not None and self._rooms.get(room) is outbox:
-                self._drop(outbox)
-            self._events.forgotten(room)
-        self._unpark(room)
+            reason = f"{self.manifest.label}: SGLang has let go of the request there, as it does when the client aborts"
+            ended = outbox is not None and self._settle(outbox, reason)
+        self._leave(room, outbox, claim, ended, said=False)
 
     def claim(self, room: int, owner: object | None = None) -> None:
-        """SGLang has a sender for the request, which will `release` it. owner: the sender; the claim ends with it."""
+        """SGLang has a sender for the request, which will `release` it. owner: the sender; the claim ends with it.
+
+        What decode has said of the request is said to SGLang again: `retire` may have made it forget.
+        """
         self._sweep()
         with self._lock:
             claim = self._claimed[room] = (lambda: True) if owner is None else weakref.ref(owner)
@@ -181,6 +180,9 @@ class Dispatch:
             outbox = self._rooms.get(room)
             if outbox is not None and (outbox.owner is None or outbox.owner() is None):
                 outbox.owner = claim
+            bound = outbox is not None and outbox.owner is claim and outbox.bound and not outbox.ended
+        if bound:
+            self._events.bound(room)
 
     def _is_claimed(self, room: int) -> bool:
         claim = self._claimed.get(room)
@@ -206,23 +208,17 @@ class Dispatch:
             self._remember(None, now)
             for room in [room for room, claim in self._claimed.items() if claim() is None and room not in self._rooms]:
                 del self._claimed[room]  # SGLang does not always say that it lets go
+                self._events.forgotten(room)
             stale = [
                 outbox
                 for room, outbox in self._rooms.items()
                 if not self._is_claimed(room)
                 and now - outbox.progress > (UNCLAIMED_SECONDS if outbox.ended else self._stall_seconds)
             ]
-            ended = [outbox for outbox in stale if self._settle(outbox, "prefill was never asked for it")]
-        for outbox in ended:
-            self._settled(outbox)
-        with self._lock:
-            for outbox in stale:
-                if self._rooms.get(outbox.room) is outbox and not self._is_claimed(outbox.room):
-                    self._drop(outbox)
-                    self._claimed.pop(outbox.room, None)
-                    self._events.forgotten(outbox.room)
-        for outbox in stale:
-            self._unpark(outbox.room)
+            reason = f"{self.manifest.label}: prefill was never asked for it; send each request to both servers"
+            ended = [(outbox, self._claimed.get(outbox.room), self._settle(outbox, reason)) for outbox in stale]
+        for outbox, claim, newly in ended:
+            self._leave(outbox.room, outbox, claim, newly, said=False)
 
     def fail(self, room: int, reason: str, of: Destination | None = None, *, asked: bool = False) -> None:
         """End a request on this side: no write of it begins any more, and every decode rank is told why.
@@ -339,18 +335,32 @@ class Dispatch:
             outbox = self._rooms.get(room)
             if outbox is not None and owner is not None and not outbox.belongs_to(owner):
                 outbox = None
-            ended = outbox is not None and self._settle(outbox, "the request ended on the prefill side")
+            reason = f"{self.manifest.label}: SGLang has ended the request there before decode had all of it"
+            ended = outbox is not None and self._settle(outbox, reason)
+            claim = self._claimed.get(room)
+            if claim is not None and owner is not None and claim() not in (None, owner):
+                claim = None
+        self._leave(room, outbox, claim, ended)
+
+    def _leave(self, room: int, outbox: Outbox | None, claim: Claim | None, ended: bool, *, said: bool = True) -> None:
+        """Let go of one use of a room, so that the next one may have it.
+
+        outbox, claim: what is of that use. ended: `_settle` has just ended it. said: SGLang has said that it lets go;
+        otherwise nothing is done if a sender has come for the room meanwhile.
+        """
         if ended and outbox is not None:
             self._settled(outbox)
         with self._lock:
-            claim = self._claimed.get(room)
-            if claim is not None and (owner is None or claim() in (None, owner)):
-                del self._claimed[room]
-            if room not in self._claimed and (outbox is None or not outbox.bound):
-                self._remember(room, self._clock())
-            if outbox is None or self._rooms.get(room) is not outbox:
+            if not said and self._is_claimed(room):
                 return
-            self._drop(outbox)
+            if claim is not None and self._claimed.get(room) is claim:
+                del self._claimed[room]
+            if said and room not in self._claimed and (outbox is None or not outbox.bound):
+                self._remember(room, self._clock())
+            if not said:
+                self._events.forgotten(room)
+            if outbox is not None and self._rooms.get(room) is outbox:
+                self._drop(outbox)
         self._unpark(room)
 
     def check(self, room: int) -> None:
@@ -373,8 +383,9 @@ class Dispatch:
                 self._control(told)
             except HeteroError as error:
                 logger.warning("%s: room %d: the first token was not told again: %s", self.manifest.label, room, error)
-        if outbox.closed and idle > self._stall_seconds:
-            self.fail(room, f"no progress for {idle:.0f} s, waiting for {outbox.waits_for()}")
+        if outbox.closed and outbox.stillness.too_long(now, idle, self._stall_seconds):
+            waits = f"no progress for {idle:.0f} s, waiting for {outbox.waits_for()}"
+            self.fail(room, f"{self.manifest.label}: {waits}")
 
     def _unpark(self, room: int | None = None) -> None:
         """Look again at what has waited: for a registration, the topology, or the end of its room's last use.
@@ -401,7 +412,7 @@ class Dispatch:
                 problem = self._write(destination, *taken)
         except Exception as error:
             logger.exception("room %d to %s", destination.room, destination.peer.label)
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"has failed to send it: {type(error).__name__}: {error}"
             with self._lock:
                 if destination.sending.in_flight:
                     destination.sending.write_failed(problem, in_doubt=taken is not None)
@@ -482,6 +493,8 @@ class Dispatch:
         """
         with self._lock:
             sending = destination.sending
+            if sending.status is not SendingStatus.SENDING:
+                return ""
             own = [(seq, destination.sequence[seq]) for seq in sending.announced][: fields.MAX_PIECES]
             told = sending.total if destination.total_told else None
         if destination.verify:

@@ -11,7 +11,7 @@ from sglang_hetero.perf.records import ReceivedRecord
 
 from . import messages
 from .device import Done
-from .lifetime import Receiving, ReceivingStatus, Repetition
+from .lifetime import Receiving, ReceivingStatus, Repetition, Stillness
 from .outbox import Ids
 from .pieces import Coverage, Piece, StageProgram, StateMode
 from .sources import SourceSet
@@ -59,6 +59,7 @@ class Inbox:
     ended: float = 0.0
     """When it ended, on the clock of the side."""
     repetition: Repetition = field(default_factory=Repetition)
+    stillness: Stillness = field(default_factory=Stillness)
     heard: set[int] = field(default_factory=set)
     """Numbers of the sources that have said anything about it: they know this rank."""
     repeated: bool = False
@@ -107,7 +108,9 @@ class Inbox:
         Raises ProtocolError if it speaks of another prefill server or another prompt.
         """
         if message.topology != self.source_set.topology:
-            raise ProtocolError(f"it is of topology {message.topology}, bound was {self.source_set.topology}")
+            raise ProtocolError(
+                f"it is of topology {message.topology}, bound was {self.source_set.topology}; a rank was started again"
+            )
         wanted = -(-message.tokens // self.programs[0].page_size)
         if wanted != len(self.pages) or len(message.page_ids) != wanted:
             raise ProtocolError(
@@ -137,7 +140,7 @@ class Inbox:
                 f"{units.quarantined} wait for a writer{f' ({said})' if said else ''}; raise {STAGING_OPTION}"
                 f"{', or start the servers again that may still write' if said else ''}"
             )
-        if status is ReceivingStatus.OPEN and idle > stall_seconds:
+        if status is ReceivingStatus.OPEN and self.stillness.too_long(now, idle, stall_seconds):
             sources = ", ".join(source.label for source in self.source_set.sources)
             lacking = self.coverage.missing() or "the first token"
             return f"nothing has arrived for {idle:.0f} s from {sources}: {lacking} is missing"

@@ -16,6 +16,15 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class Addressee:
+    """A prefill rank that is told something: where it takes messages, and which process is meant."""
+
+    endpoint: Endpoint
+    incarnation: str = ""
+    """Empty if that is not known: whoever is there."""
+
+
+@dataclass(frozen=True)
 class Awaited:
     """A peer's process that requests have to do with. units: of staging, kept because it may still write to them."""
 
@@ -24,6 +33,8 @@ class Awaited:
     """Of the peer's server, as the log calls it."""
     session: str
     """Of its transfer engine."""
+    endpoint: Endpoint
+    """Where it takes messages."""
     units: int = 0
     heard: float = float("-inf")
     """When it last said anything to this rank, time.monotonic()."""

@@ -56,7 +56,7 @@ from .fields import (
 from .pieces import StateMode
 
 MAGIC = b"SGHT"
-VERSION = 2
+VERSION = 3
 """Raised with every change of a message's fields or of what one of them means."""
 _HEADER = len(MAGIC) + 1
 
@@ -111,9 +111,15 @@ class BaseMessage(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Register(BaseMessage, frozen=True, kw_only=True):
-    """Once per peer. session: of the transfer engine. host, port: where the sender takes messages. arena: address of
-    its staging. control: its identity at the control service."""
+    """Once per peer. source: as in Bind. session: of the transfer engine. host, port: where the sender takes messages.
+    arena: address of its staging. control: its identity at the control service.
 
+    What it says is about the sender alone, and true for whoever hears it. But who registers displaces who has the same
+    place: a late one, for a prefill process and of a decode process that are both no more, would displace the latter's
+    successor at the former's.
+    """
+
+    source: Name = ""
     manifest: ManifestBytes = b""
     session: Name = ""
     host: Name = ""
@@ -162,7 +168,10 @@ class Bind(BaseMessage, frozen=True, kw_only=True):
 
 
 class Ack(BaseMessage, frozen=True, kw_only=True):
-    """All pieces below `upto` of the stage have been merged."""
+    """All pieces below `upto` of the stage have been merged.
+
+    Names no process, nor does Finish: it is taken for a Bind with its incarnation, room and epoch alone, and that does.
+    """
 
     stage: Rank = 0
     upto: Seq = 0
@@ -173,9 +182,14 @@ class Finish(BaseMessage, frozen=True, kw_only=True):
 
 
 class Abort(BaseMessage, frozen=True, kw_only=True):
-    """The sender has given the request up; the source stops and answers Drained. use: as in Bind, empty if no Bind was
-    ever made."""
+    """The sender has given the request up; the source stops and answers Drained.
 
+    source: as in Bind: the room may be another request's at the process that has taken that one's endpoint. Empty if
+    decode knows only where the ranks are; then it is for whoever is there. use: as in Bind, empty if no Bind was ever
+    made.
+    """
+
+    source: NameOrNone = ""
     use: NameOrNone = ""
     reason: Reason = ""
 
@@ -424,6 +438,11 @@ def place_of(pages: np.ndarray, slot: int) -> str:
 def printable(text: str, size: int = MAX_REASON) -> str:
     """Any text on one line in printable ASCII, at most `size` characters."""
     return ascii(text)[1:-1][:size]
+
+
+def attributed(label: str, reason: str) -> str:
+    """A reason with whose it is, once. label: of the rank that says it."""
+    return reason if label in reason else f"{label}: {reason}"
 
 
 def _check_identity(identity: bytes) -> None:

@@ -17,7 +17,7 @@ from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
 from .device import Done, HostCopy, at_once
-from .lifetime import Repetition, Sending, SendingStatus
+from .lifetime import Repetition, Sending, SendingStatus, Stillness
 from .link import Endpoint
 from .pieces import COMPLETE, NOTHING, Mark, Piece, SourceSide, StageProgram, StateMode
 
@@ -283,6 +283,7 @@ class Outbox:
     progress: float = 0.0
     """When something new last happened, on the clock of the side."""
     repetition: Repetition = field(default_factory=Repetition)
+    stillness: Stillness = field(default_factory=Stillness)
     perf: SentRecord = field(default_factory=unlooked)
     """Where its figures are kept."""
     ended: bool = False

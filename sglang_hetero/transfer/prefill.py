@@ -8,6 +8,7 @@ Threads that come here: those that receive messages (`handle`, `topology`), SGLa
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from .pieces import Mark
 
 logger = logging.getLogger(__name__)
 
+ROOMS = "requests that are under way at a time need rooms of their own (bootstrap_room)"
+"""What to do where two requests have one room."""
 STILL_SECONDS = 5.0
 """Without any progress of a request it is looked whether its decode ranks have ended."""
 
@@ -60,6 +63,8 @@ class PrefillSide(Dispatch):
         try:
             if parked is None:
                 self._hear(message.incarnation)
+            if isinstance(message, (messages.Register, messages.Bind, messages.Abort)):
+                self._check_addressee(message)
             if isinstance(message, messages.Register):
                 self._register(message)
             elif isinstance(message, messages.Bind):
@@ -73,6 +78,11 @@ class PrefillSide(Dispatch):
         except HeteroError as error:
             self.counters.add("dropped")
             self._faults.note(f"dropped a {type(message).__name__}", error)
+
+    def _check_addressee(self, message: messages.Register | messages.Bind | messages.Abort) -> None:
+        """Raises ProtocolError if it is for another process, whose endpoint this one has now."""
+        if message.source and message.source != self.manifest.incarnation:
+            raise ProtocolError(f"it is for {message.source}, which this process has replaced")
 
     def _register(self, message: messages.Register) -> None:
         manifest = decode_manifest(message.manifest)
@@ -104,7 +114,9 @@ class PrefillSide(Dispatch):
         The lock is held. Raises ProtocolError if there are too many.
         """
         gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
-        peer.mover = Mover(peer.label, self._turn, yields=self._busy_waits)
+        # It has just said something, so it is well now; later its engine may not answer for a while.
+        ready = partial(self._writer.open, peer.session)
+        peer.mover = Mover(peer.label, self._turn, begin=ready, yields=self._busy_waits)
         peer.heard = self._clock()
         self._peers[peer.incarnation] = peer
         return gone
@@ -160,7 +172,9 @@ class PrefillSide(Dispatch):
                 still = outbox is None or now - outbox.progress > STILL_SECONDS
                 if still and each.sending.status is not SendingStatus.FINISHED:
                     peer = each.peer
-                    found[peer.incarnation] = Awaited(peer.label, str(peer.endpoint), peer.session, heard=peer.heard)
+                    found[peer.incarnation] = Awaited(
+                        peer.label, str(peer.endpoint), peer.session, peer.endpoint, heard=peer.heard
+                    )
             return found
 
     def gone(self, incarnations: frozenset[str], why: str) -> None:
@@ -191,11 +205,11 @@ class PrefillSide(Dispatch):
             peer.plan = peer.side = None
             peer.programs.clear()
             former.undrained = tuple(each for each in destinations if not each.sending.drained)
+            for each in destinations:
+                each.sequence = []  # what is being written has been taken from it; it is as long as the prompt
 
     def _bind(self, message: messages.Bind, acked: int) -> None:
         key = (message.incarnation, message.room, message.epoch)
-        if message.source != self.manifest.incarnation:
-            raise ProtocolError(f"room {message.room} is bound to {message.source}, which this process has replaced")
         self._sweep()
         with self._lock:
             if message.incarnation in self._former:
@@ -212,7 +226,7 @@ class PrefillSide(Dispatch):
             self._answer_late(message, peer)
             return
         if again and peer is not None:
-            self.fail(message.room, f"{peer.label} bound the room again, for another request")
+            self.fail(message.room, f"{peer.label} bound the room again, for another request; {ROOMS}")
         with self._lock:
             let_go = peer is not None and message.room in self._let_go and self._epochs.open(*key)
         if peer is not None and let_go:
@@ -295,7 +309,9 @@ class PrefillSide(Dispatch):
             outbox = self._rooms.get(message.room)
             if outbox is None:
                 if len(self._rooms) >= MAX_OPEN:
-                    raise ProtocolError(f"{self.manifest.label} has {MAX_OPEN} requests already")
+                    raise ProtocolError(
+                        f"{self.manifest.label} has {MAX_OPEN} requests already; send it fewer at a time"
+                    )
                 outbox = self._rooms[message.room] = Outbox(
                     message.room,
                     message.ranks,
@@ -311,7 +327,7 @@ class PrefillSide(Dispatch):
             if outbox.expected != message.ranks:
                 raise ProtocolError(
                     f"{peer.label} says that {message.ranks} decode ranks take room {message.room}, another said "
-                    f"{outbox.expected}"
+                    f"{outbox.expected}; {ROOMS}"
                 )
             outbox.destinations[message.rank] = destination
             destination.perf = outbox.perf
@@ -363,13 +379,13 @@ class PrefillSide(Dispatch):
 
     def _abort(self, message: messages.Abort) -> None:
         key = (message.incarnation, message.room, message.epoch)
-        reason = message.reason or "a decode rank gave the request up"
+        reason = message.reason or "decode has given the request up without a reason; see its log"
         self._sweep()
         with self._lock:
             self._parked.pop(key, None)
             peer = self._peers.get(message.incarnation)
-            if peer is not None and peer.label not in reason:
-                reason = f"{peer.label}: {reason}"
+            if peer is not None:
+                reason = messages.attributed(peer.label, reason)
             destination = self._destinations.get(key)
             never_bound = self._epochs.open(*key)
             outbox = self._rooms.get(message.room)

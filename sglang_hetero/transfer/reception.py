@@ -192,6 +192,10 @@ class Reception:
     def _fail(self, inbox: Inbox, reason: str) -> Outgoing:
         return self._carry_out(inbox, inbox.machine.fail(reason))
 
+    def _fail_here(self, inbox: Inbox, problem: str) -> Outgoing:
+        """Of a problem of this rank's; nothing happens if it is an empty text."""
+        return self._fail(inbox, messages.attributed(self.manifest.label, problem)) if problem else []
+
     def _settle(self, inbox: Inbox, reason: str | None) -> Outgoing:
         """Every end of a request here comes through this, once. reason: why it failed, None if it did not."""
         inbox.progress = inbox.ended = self._clock()
@@ -202,7 +206,7 @@ class Reception:
         logger.warning("%s: room %d failed: %s", self.manifest.label, inbox.room, reason)
         self.counters.add("failures")
         # Also to sources that know nothing of it: prefill may be waiting for a Bind.
-        outgoing = self._to(inbox, self._all(inbox), messages.Abort, **_abort_fields(inbox, reason))
+        outgoing = self._abort(inbox, self._all(inbox))
         if inbox.units:
             self._units.quarantine((inbox.room, inbox.epoch), {inbox.source_set.address})
         else:
@@ -226,9 +230,10 @@ class Reception:
         """
         missing, first = inbox.coverage.missing(), inbox.first
         if missing:
-            return f"all pieces have arrived, but nothing brought {missing}"
+            return f"{self.manifest.label}: all pieces have arrived, but nothing brought {missing}"
         if first is not None and inbox.coverage.tokens not in (None, first.tokens):
-            return f"pages of {inbox.coverage.tokens} tokens have arrived, prefill says {first.tokens}"
+            have = f"pages of {inbox.coverage.tokens} tokens have arrived"
+            return f"{self.manifest.label}: {have}, prefill at {inbox.source_set.address} says {first.tokens}"
         return ""
 
     def _return_units(self, inbox: Inbox) -> Outgoing:
@@ -257,8 +262,7 @@ class Reception:
             if status is ReceivingStatus.OPEN:
                 outgoing += self._say_again(inbox, forgotten)
             elif status is ReceivingStatus.FAILED:
-                fields = _abort_fields(inbox, inbox.machine.reason or "")
-                outgoing += self._to(inbox, sorted(inbox.machine.may_write), messages.Abort, **fields)
+                outgoing += self._abort(inbox, sorted(inbox.machine.may_write))
         if outgoing:
             self.counters.add("repeated", len(outgoing))
         return outgoing
@@ -293,7 +297,9 @@ class Reception:
             "epoch": message.epoch,
             "incarnation": self.manifest.incarnation,
         }
-        answer = messages.Finish(**fields) if reason is None else messages.Abort(reason=reason, **fields)
+        answer: messages.Message = messages.Finish(**fields)
+        if reason is not None:
+            answer = messages.Abort(source=message.incarnation, reason=reason, **fields)
         self.counters.add("repeated")
         try:
             self._post(known.endpoints[message.source], messages.encode(answer))
@@ -322,7 +328,8 @@ class Reception:
         for number in self._all(inbox):
             if number not in known.registered:
                 known.registered.add(number)
-                outgoing += self._to(inbox, (number,), messages.Register, **self._registration())
+                source = known.addressees.incarnations[number]
+                outgoing += self._to(inbox, (number,), messages.Register, source=source, **self._registration())
             fields = known.bind_fields(number, inbox.units)
             outgoing += self._to(
                 inbox,
@@ -335,6 +342,20 @@ class Reception:
                 mode=inbox.mode,
                 verify=self.settings.verify,
                 **fields,
+            )
+        return outgoing
+
+    def _abort(self, inbox: Inbox, sources: Sequence[int]) -> Outgoing:
+        """Tell these sources that the request has failed here, and why."""
+        outgoing: Outgoing = []
+        for number in sources:
+            outgoing += self._to(
+                inbox,
+                (number,),
+                messages.Abort,
+                source=inbox.source_set.addressees.incarnations[number],
+                use=inbox.use,
+                reason=inbox.machine.reason or "",
             )
         return outgoing
 
@@ -400,7 +421,7 @@ class Reception:
     def _turn_failed(self, inbox: Inbox, problem: str) -> None:
         """On the worker's thread: nobody knows how far the end of a merge has come."""
         with self._lock:
-            outgoing = self._fail(inbox, problem)
+            outgoing = self._fail_here(inbox, problem)
         self._send(outgoing)
 
     def _merge_batch(self, inbox: Inbox, batch: Sequence[Arrived]) -> None:
@@ -440,7 +461,7 @@ class Reception:
         done = self._forward.done()  # also of what was enqueued before an error
         with self._lock:
             inbox.state_enqueued.extend((done, arrived) for arrived in batch)
-            outgoing = self._fail(inbox, problem) if problem else []
+            outgoing = self._fail_here(inbox, problem)
         self._send(outgoing)
 
     def _finish_state(self, inbox: Inbox) -> Outgoing:
@@ -453,7 +474,7 @@ class Reception:
 
     def _merged(self, inbox: Inbox, batch: Sequence[Arrived], problem: str) -> Outgoing:
         """A batch has been merged, or dropped; the lock is held. Of a stage's acknowledgements only the last goes."""
-        outgoing = self._fail(inbox, problem) if problem else []
+        outgoing = self._fail_here(inbox, problem)
         inbox.progress = self._clock()
         for arrived in batch:
             try:
@@ -461,11 +482,11 @@ class Reception:
                     inbox.coverage.add(arrived.piece)
                     self.counters.add("pieces")
             except Exception as error:
-                outgoing += self._fail(inbox, _told(inbox, "counting a piece", error))
+                outgoing += self._fail_here(inbox, _told(inbox, "counting a piece", error))
             try:
                 outgoing += self._ended(inbox, arrived)
             except Exception as error:
-                outgoing += self._fail(inbox, _told(inbox, "the end of a merge", error))
+                outgoing += self._fail_here(inbox, _told(inbox, "the end of a merge", error))
         newest = {
             (id(to), number, message.stage): message
             for to, number, message in outgoing
@@ -510,7 +531,7 @@ class Reception:
             problem = inbox.elsewhere()
         except Exception as error:
             problem = _told(inbox, "what is to be read", error)
-        outgoing = self._fail(inbox, problem) if problem else []
+        outgoing = self._fail_here(inbox, problem)
         return outgoing + self._read_on(inbox)
 
     def _read_on(self, inbox: Inbox) -> Outgoing:
@@ -525,7 +546,7 @@ class Reception:
             problem = self._read_batch(inbox) if inbox.batch else ""
         except Exception as error:
             problem = _told(inbox, "what is to be read next", error)
-        outgoing = self._fail(inbox, problem) if problem else []
+        outgoing = self._fail_here(inbox, problem)
         if not inbox.reading:  # else the last of those that were begun comes here again
             outgoing += self._carry_out(inbox, inbox.machine.pulled())
         return outgoing
@@ -547,7 +568,7 @@ class Reception:
             inbox.progress = self._clock()
             if outcome.in_doubt:
                 inbox.in_doubt.add(source)
-            outgoing = self._fail(inbox, problem) if problem else []
+            outgoing = self._fail_here(inbox, problem)
             inbox.reading -= 1
             if not inbox.reading:
                 inbox.perf.read(time.monotonic() - inbox.reading_since)
@@ -576,7 +597,3 @@ def _told(inbox: Inbox, what: str, error: Exception) -> str:
         return str(error)
     logger.error("room %d: %s failed", inbox.room, what, exc_info=error)
     return f"{what} failed: {type(error).__name__}: {error}"
-
-
-def _abort_fields(inbox: Inbox, reason: str) -> dict[str, Any]:
-    return {"use": inbox.use, "reason": reason}

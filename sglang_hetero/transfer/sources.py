@@ -15,7 +15,7 @@ from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
 from .lifetime import Stage
-from .link import Endpoint
+from .link import Addressee, Endpoint
 from .pieces import DestinationSide, SourceSide, StageProgram, StateMode, Window, window_for
 
 
@@ -55,6 +55,11 @@ class SourceSet:
     def addressees(self) -> Addressees:
         """The sources without the plan, the same object each time."""
         return Addressees(self.endpoints, tuple(source.incarnation for source in self.sources))
+
+    @property
+    def ranks(self) -> tuple[Addressee, ...]:
+        """The sources as those that are told something."""
+        return tuple(map(Addressee, self.endpoints, self.addressees.incarnations))
 
     @property
     def sources(self) -> tuple[Manifest, ...]:

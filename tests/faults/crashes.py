@@ -50,16 +50,7 @@ def _killed(topology: Topology, when: When) -> Iterator[Case]:
         victims.append(("the prefill rank that speaks for the others", Who(On.PREFILL, 0)))
     victims += [("the whole prefill", Who(On.PREFILL)), ("a decode rank", Who(On.DECODE, topology.decode_tp - 1))]
     for name, victim in victims:
-        yield _case(
-            f"kill -9 of {name}",
-            topology,
-            when,
-            victim,
-            lambda pair, victim=victim: _kill(pair, victim),  # type: ignore[misc]
-            ends={**_healthy_ends(when, victim.on), victim.on: End.DIES},
-            expectation=_expectation(when, victim.on),
-            restart=victim.on,
-        )
+        yield _dies(f"kill -9 of {name}", topology, when, victim, _expectation(when, victim.on), restart=victim.on)
 
 
 def _paused(topology: Topology, when: When) -> Iterator[Case]:
@@ -105,17 +96,32 @@ def _given_up(topology: Topology, when: When) -> Iterator[Case]:
 def _restarted(topology: Topology, when: When) -> Iterator[Case]:
     """The server is killed and started again before anybody has run into a timeout."""
     for on in On:
-        victim = Who(on)
-        yield _case(
-            f"restart of {on.value} at once",
-            topology,
-            when,
-            victim,
-            lambda pair, victim=victim: _kill(pair, victim),  # type: ignore[misc]
-            ends={**_healthy_ends(when, on), on: End.DIES},
-            expectation=f"{_expectation(when, on)}; the new one is accepted at once",
-            at_once=on,
-        )
+        expectation = f"{_expectation(when, on)}; the new one is accepted at once"
+        yield _dies(f"restart of {on.value} at once", topology, when, Who(on), expectation, at_once=on)
+
+
+def _dies(
+    fault: str,
+    topology: Topology,
+    when: When,
+    victim: Who,
+    expectation: str,
+    *,
+    restart: On | None = None,
+    at_once: On | None = None,
+) -> Case:
+    """restart: the server that is started again when all has ended; at_once: before that."""
+    return _case(
+        fault,
+        topology,
+        when,
+        victim,
+        lambda pair: _kill(pair, victim),
+        ends={**_healthy_ends(when, victim.on), victim.on: End.DIES},
+        expectation=expectation,
+        restart=restart,
+        at_once=at_once,
+    )
 
 
 def _healthy_ends(when: When, victim: On) -> dict[On, End]:

@@ -123,8 +123,8 @@ def _endings(topology: Topology) -> Iterator[Case]:
     """A client goes away after two chunks, and what tells so is met."""
     for kind, sender in ENDING.items():
         side = On.PREFILL if kind == "Failed" else On.DECODE
-        # The rank that SGLang tells first: the others may hear it from decode before SGLang tells them.
-        who = Who(sender, 0)
+        # All ranks: one that hears the end from decode before SGLang tells it sends nothing of the kind.
+        who = Who(sender)
         for do in (Do.LOSE, Do.DOUBLE, Do.LATE, Do.GARBLE, Do.VERSION, Do.EPOCH, Do.INCARNATION):
             rule = Rule(At.POST, do, kind=kind, seconds=LATE_SECONDS)
             yield Case(

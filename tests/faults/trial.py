@@ -4,6 +4,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 
 from tests.harness import Handoff, HarnessError, HarnessTimeout, Leftovers, On, Outcome, Pair, Result
 from tests.harness.flow import until
@@ -16,8 +17,9 @@ from .topologies import GRACE_SECONDS
 
 HOME_SECONDS = 15.0
 """Within which everything must be back: units of a process that is gone come home when that has been found out."""
-FRESH = 4
-"""Requests that are handed over afterwards."""
+ROUNDS = 2
+"""How often every server hands over to every other one afterwards. What a server that was started again has after that
+is its start value, so that it must have met them all."""
 ERROR_LENGTH = 200
 """Of a reason in a result; the rest is cut off."""
 EXTRA_SOCKETS = 8
@@ -194,11 +196,11 @@ class Trial:
         """New requests must arrive at once, with every byte right."""
         pair = self.pair
         prompts = [self._case.prompt, *self._case.others]
+        servers = range(self._case.topology.servers)
         fresh = []
-        for number in range(FRESH):
-            server = number % self._case.topology.servers
+        for number, (_, prefill, decode) in enumerate(product(range(ROUNDS), servers, servers)):
             prompt = prompts[number % len(prompts)]
-            fresh.append(Handoff(prompt.tokens, prompt.chunks, 10 + number, prefill=server, decode=server))
+            fresh.append(Handoff(prompt.tokens, prompt.chunks, 10 + number, prefill=prefill, decode=decode))
         started = time.monotonic()
         result = pair.handoff_many(fresh, Leftovers.UNTOUCHED)
         self._recovered = time.monotonic() - started

@@ -6,11 +6,12 @@ All that can happen to a pair is in tests/faults; here is what concerns who is t
 import random
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 import zmq
 
-from . import Handoff, Harness, On
+from . import Handoff, Harness, On, Pair
 from .flow import Strike, until
 from .processes import call_all
 from .product import check, check_all_is_back, geometry
@@ -99,23 +100,20 @@ def test_a_prefill_server_that_ends_and_is_started_again(harness: Harness) -> No
 
 
 @pytest.mark.full
-def test_a_prefill_server_that_is_started_again_at_once(harness: Harness) -> None:
-    """Nobody has asked for anything meanwhile: decode must not send a request to the former ranks."""
-    with harness.pair(SHAPE, prefill_tp=2, decode_tp=1) as pair:
-        for seed in range(3):
+@pytest.mark.parametrize(
+    ("restart", "tp", "times"),
+    [(Pair.restart_prefill, (2, 1), 3), (Pair.restart_decode, (1, 2), 2)],
+    ids=[on.value for on in On],
+)
+def test_a_server_that_is_started_again_at_once(
+    harness: Harness, restart: Callable[[Pair, int], None], tp: tuple[int, int], times: int
+) -> None:
+    """Nobody has asked for anything meanwhile: decode must not send a request to former prefill ranks."""
+    with harness.pair(SHAPE, prefill_tp=tp[0], decode_tp=tp[1]) as pair:
+        for seed in range(times):
             check(pair, [Handoff(129, 2, seed=seed)])
-            pair.restart_prefill(0)
-        check(pair, [Handoff(129, 2, seed=3)])
-        check_all_is_back(pair)
-
-
-@pytest.mark.full
-def test_a_decode_server_that_is_started_again(harness: Harness) -> None:
-    with harness.pair(SHAPE, prefill_tp=1, decode_tp=2) as pair:
-        for seed in range(2):
-            check(pair, [Handoff(129, 2, seed=seed)])
-            pair.restart_decode(0)
-        check(pair, [Handoff(129, 2, seed=2)])
+            restart(pair, 0)
+        check(pair, [Handoff(129, 2, seed=times)])
         check_all_is_back(pair)
 
 

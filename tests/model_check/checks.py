@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_hetero.transfer.lifetime import ReceivingStatus
+
 from .machines import Violation
 from .state import PULL, Link, Room
 
@@ -51,6 +53,16 @@ def complete(world: World, room: Room) -> None:
         raise Violation("complete without FirstGeneration")
     if room.merged != wanted or room.running:
         raise Violation(f"complete with {sorted(room.merged)} merged of {sorted(wanted)}")
+
+
+def successors(world: World) -> None:
+    """What is for the processes that took others' place has ended well."""
+    first = (world.setup.requests - world.setup.reborn) * world.setup.destinations
+    for place, room in enumerate(world.rooms[first:], first):
+        status = world.machines.look(room.machine).status
+        if status is not ReceivingStatus.COMPLETE:
+            request, destination = divmod(place, world.setup.destinations)
+            raise Violation(f"request {request} is {status} at destination {destination}, and nothing happened to it")
 
 
 def mergeable(room: Room, stage: int, seq: int) -> None:

@@ -61,9 +61,11 @@ def _explore(setup: Setup, limit: int) -> Report:
         number = numbers[state]
         try:
             outcomes = model.events(state)
+            if final := model.final(state):
+                model.check_end(state)
         except Violation as violation:
             raise Violation(f"{setup.name}: {violation}, after\n{_trace(came_from, number)}") from violation
-        if model.final(state):
+        if final:
             finals.append(number)
             succeeded += model.succeeded(state)
         for event, following, fault in outcomes:

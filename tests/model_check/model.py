@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang_hetero.transfer.lifetime import ReceivingStatus, SendingStatus
 
+from . import checks
 from .machines import Machines
 from .setup import Setup
 from .state import (
@@ -60,6 +61,12 @@ class Model:
 
     def final(self, state: State) -> bool:
         return not state.net and World.of(self.setup, self.machines, state).final()
+
+    def check_end(self, state: State) -> None:
+        """Raises Violation if a final state is not how it has to end."""
+        world = self.world(state)
+        if self.setup.successors_succeed and world.restarted:
+            checks.successors(world)
 
     def succeeded(self, state: State) -> bool:
         rooms = self.world(state).living()

@@ -41,6 +41,8 @@ class Rules:
     """A destination that is started again counts epochs from a number that no former process used."""
     binds_name_the_process: bool = True
     """A Bind for a former process is not taken by its successor."""
+    aborts_name_the_process: bool = True
+    """An Abort for a former process ends nothing at its successor, where the room may be another request's."""
     drained_by_the_process: bool = True
     """What a successor says is not taken for what the former process says."""
     aborts_repeated: bool = True
@@ -70,6 +72,8 @@ class Setup:
     """The requests use one room, one after the other: request number = epoch."""
     reborn: int = 0
     """So many requests, the last ones, are for the processes that take the place of those that crashed."""
+    successors_succeed: bool = False
+    """Whether those have to end well: the crash is all that happens, and it is over when they begin."""
     windows: int = 1
     """How many requests' units a destination's arena has."""
     window: int = 1

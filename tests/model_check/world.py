@@ -409,9 +409,14 @@ class World:
         self.send("failed", request, source, destination)
 
     def asked_to_stop(self, request: int, source: int, destination: int) -> None:
-        """Abort of a destination has come, perhaps before its Bind, perhaps again."""
+        """Abort of a destination has come, perhaps before its Bind, perhaps again, perhaps to another process."""
         room, epoch = self.setup.identity(request)
         incarnation = self.incarnation(request, destination)
+        if not self.meant(request, source):
+            if self.setup.rules.aborts_name_the_process:
+                return
+            if incarnation is not None:
+                self.end_unbound(room, source)
         if incarnation is not None:
             self.epochs[source], _ = self.machines.call(self.epochs[source], "end", incarnation, room, epoch)
         place = self.link(request, source, destination)
@@ -422,6 +427,14 @@ class World:
         self.answer(request, source, destination)
         if bound or self.setup.aborts_reach_requests:
             self.fail_prefill(request, source)
+
+    def end_unbound(self, room: int, source: int) -> None:
+        """A room is given up at a source's successor, where a request may wait for its Bind."""
+        for other in range(self.setup.requests):
+            first = self.link(other, source, 0)
+            bound = any(link.machine != NOBODY for link in self.links[first : first + self.setup.destinations])
+            if self.setup.is_reborn(other) and self.setup.identity(other)[0] == room and not bound:
+                self.fail_prefill(other, source)
 
     def answer(self, request: int, source: int, destination: int) -> None:
         """Say Drained, if that was asked and is true."""

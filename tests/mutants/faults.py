@@ -399,8 +399,20 @@ FAULTS = [
     Fault(
         "a Bind for a former process is taken",
         _PREFILL,
-        "if message.source != self.manifest.incarnation:",
-        "if False:",
+        "(messages.Register, messages.Bind, messages.Abort)):",
+        "(messages.Register, messages.Abort)):",
+    ),
+    Fault(
+        "an Abort for a former process ends the room at its successor",
+        _PREFILL,
+        "(messages.Register, messages.Bind, messages.Abort)):",
+        "(messages.Register, messages.Bind)):",
+    ),
+    Fault(
+        "a registration with a former process displaces a peer of its successor",
+        _PREFILL,
+        "(messages.Register, messages.Bind, messages.Abort)):",
+        "(messages.Bind, messages.Abort)):",
     ),
     Fault(
         "two uses of a room are taken for one",
@@ -411,8 +423,8 @@ FAULTS = [
     Fault(
         "an old sender lets go of a newer one's request",
         _DISPATCH,
-        "            if claim is not None and (owner is None or claim() in (None, owner)):",
-        "            if claim is not None:",
+        "            if claim is not None and owner is not None and claim() not in (None, owner):",
+        "            if owner is None:",
     ),
     Fault(
         "how a request ended is not said again",
@@ -430,7 +442,7 @@ FAULTS = [
     Fault(
         "an Abort is said once",
         _RECEPTION,
-        "                outgoing += self._to(inbox, sorted(inbox.machine.may_write), messages.Abort, **fields)",
+        "                outgoing += self._abort(inbox, sorted(inbox.machine.may_write))",
         "                pass",
     ),
     Fault(

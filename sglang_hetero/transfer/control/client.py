@@ -193,6 +193,7 @@ class ControlClient:
         poller = zmq.Poller()
         poller.register(self._wake.fileno(), zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        intake = common.Intake(self._socket, self._faults)
         beat = time.monotonic()
         while not self._closing:
             now = time.monotonic()
@@ -202,13 +203,9 @@ class ControlClient:
                     self._unsent.append(self._ping)
             self._flush()
             poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._unsent else 0))
-            poller.poll(max(0, math.ceil((beat - now) * 1000)))
+            poller.poll(0 if intake else max(0, math.ceil((beat - now) * 1000)))
             self._wake.clear()
-            for _ in range(common.DRAIN):
-                try:
-                    frames = self._socket.recv_multipart(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
+            for frames in intake.take():
                 self._receive(frames)
             self._look_at_connection()
 

@@ -121,15 +121,12 @@ class ControlService:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake.fileno(), zmq.POLLIN)
+        intake = common.Intake(self._socket, self._faults)
         sweep = time.monotonic()
         while not self._closing:
-            poller.poll(SWEEP_MS)
+            poller.poll(0 if intake else SWEEP_MS)
             self._wake.clear()
-            for _ in range(common.DRAIN):
-                try:
-                    frames = self._socket.recv_multipart(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
+            for frames in intake.take():
                 self._receive(frames)
             now = time.monotonic()
             if now >= sweep:

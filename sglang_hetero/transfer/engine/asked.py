@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,10 @@ class Inquiry:
 
 
 class Unfinished:
-    """A failed call of which transfers are still under way. `when_ended` may be called from any thread, once."""
+    """A failed call of which transfers are still under way. `when_ended` may be called from any thread, once.
+
+    It is told once, however the call ends, also after the engine was closed.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,7 +119,10 @@ class Unfinished:
 
 
 class Watch:
-    """Looks after calls that nobody waits for any more, on a thread that lives while there are any."""
+    """Looks after calls that nobody waits for any more, on a thread that lives while there are any.
+
+    Nothing that is raised ends the thread before that: what it could not find out about one call is said to be unknown.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -140,19 +147,36 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                calls = list(self._calls)
-                self._running = bool(calls)
-            if not calls:
-                return
-            for call in calls:
-                inquiry, ended, unfinished = call
-                if inquiry.look():
-                    with self._lock:
-                        self._calls.remove(call)
-                    try:
-                        ended()
-                        unfinished.end(not inquiry.failed)
-                    except BaseException:
-                        logger.exception("the end of a transfer could not be told")
+            try:
+                if not self._look():
+                    return
+            except BaseException:
+                logger.critical("a look at transfers that nobody waits for; there will be another", exc_info=True)
             time.sleep(WATCH_SECONDS)
+
+    def _look(self) -> bool:
+        """Whether there was anything to look at."""
+        with self._lock:
+            calls = list(self._calls)
+            self._running = bool(calls)
+        for call in calls:
+            inquiry, ended, unfinished = call
+            if not _has_ended(inquiry):
+                continue
+            with self._lock:
+                self._calls.remove(call)
+            for step in (ended, partial(unfinished.end, not inquiry.failed)):
+                try:
+                    step()
+                except BaseException:
+                    logger.exception("the end of a transfer could not be told")
+        return bool(calls)
+
+
+def _has_ended(inquiry: Inquiry) -> bool:
+    try:
+        return inquiry.look()
+    except BaseException as error:
+        logger.exception("transfers that nobody waits for cannot be asked about")
+        inquiry.lose(f"{type(error).__name__}: {error}")
+        return True

@@ -22,21 +22,16 @@ UINT64_END = 1 << 64
 class EngineError(HeteroError):
     """A transfer or a registration failed.
 
-    peer_gone: nobody listens at the peer's session any more, so its memory is no longer anybody's: a write that was
-    under way can harm nobody. False means "not known to be gone", not "alive".
-
-    settled: nothing of the failed call will land any more. Where it is False the bytes may still be on their way: the
-    remote memory must stay out of use, and the local memory unchanged, until the peer's session is gone. Earlier
-    slices of the same call have landed, later ones were never started.
+    settled: nothing of the failed call will land any more: all that was begun of it has landed, or nothing was begun.
+    Where it is False the bytes may still be on their way: the remote memory must stay out of use, and the local memory
+    unchanged, until the peer's process has ended, which no engine can prove (`Engine.peer_gone`). Earlier slices of the
+    same call have landed, later ones were never started.
 
     unfinished: where it is not settled but will be known later: who will say so.
     """
 
-    def __init__(
-        self, message: str, *, peer_gone: bool = False, settled: bool = False, unfinished: Unfinished | None = None
-    ) -> None:
+    def __init__(self, message: str, *, settled: bool = False, unfinished: Unfinished | None = None) -> None:
         super().__init__(message)
-        self.peer_gone = peer_gone
         self.settled = settled
         self.unfinished = unfinished
 
@@ -63,13 +58,29 @@ class Engine(Protocol):
 
     @property
     def sees_ends(self) -> bool:
-        """Whether `peer_gone` can tell at all that a process has ended."""
+        """Whether a peer's engine listens on the port of its session as long as its process lives; if not, `peer_gone`
+        is always False."""
+
+    def open(self, session: str) -> None:
+        """Make the way to a peer, so that the first transfer need not. To be called when the peer is known to be well:
+        with some engines all transfers of this process wait as long as it takes, a minute with a peer that has stopped.
+
+        Raises EngineError, settled. Does nothing where the way is there.
+        """
 
     def peer_gone(self, session: str) -> bool:
-        """Whether it is certain that the peer's process has ended: nothing of it can be on its way. May take seconds"""
+        """Whether the peer's host says that nobody listens at its session. May take seconds.
+
+        It does when the process has ended; but a firewall's rule, or a process that has closed no more than the socket
+        it listens on, look the same. So it proves nothing about what is under way (backend/doubts.py asks more).
+        """
 
     def close(self) -> None:
-        """Let go of what this object registered. Idempotent; write and read are refused afterwards."""
+        """Let go of what this object registered, and begin nothing more. Idempotent.
+
+        Calls that wait for the end of what they have begun, or for room, raise EngineError soon. What is under way goes
+        on, and memory that it reads has to stay until its `Unfinished` has been told, which it is after this, too.
+        """
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Known from its source and from calling it without an NPU: it registers in units 
 it refuses an empty batch and descriptors of size 0 (we pass neither); it refuses addresses outside what the peer has
 registered before it moves a byte. On prefill it connects at the first write, and registers then what
 batch_register_memory only noted down: a registration that fails there fails the first write to each decode rank.
+The port in a session's name need not be one that it listens on: earlier releases bind it and do not listen.
 """
 
 import sys
@@ -35,8 +36,7 @@ class MemFabric(NativeEngine):
         )
 
     def peer_gone(self, session: str) -> bool:
-        # A session's port need not be one that MemFabric listens on, so that a refusal proves nothing.
-        return False
+        return False  # it need not listen there, living or not
 
     def _transfer_remedy(self) -> str:
         return f"{_last_error()}; the peer may be gone or an address not registered; set ASCEND_MF_LOG_LEVEL for more"

@@ -3,19 +3,24 @@
 What is known of a failed write (`EngineError.settled`). Over TCP each descriptor is begun by a call of its own and
 asked about until it has ended. One that has *landed* was acknowledged by the peer after its last byte was in the
 peer's memory. One that has *failed* may still land: its connection is closed then, but the peer goes on applying what
-the two kernels hold of it. So a write is settled when all that was begun has landed, or the peer's process is gone.
-Where a peer merely stands still, or the network does, everything lands in the end.
+the two kernels hold of it. So a write is settled when all that was begun has landed. Where a peer merely stands still,
+or the network does, everything lands in the end.
 
-Other transports have a call for a whole batch, which returns at the FIRST descriptor that fails, or after 30 s, while
-the others are still being moved, and cannot be asked about afterwards: settled only if the peer's process is gone.
+Other transports, and reads, have a call for a whole batch, which returns at the FIRST descriptor that fails, or after
+30 s, while the others are still being moved, and cannot be asked about afterwards: never settled. Over RDMA it may also
+move on another rail.
 
-A batch is never repeated: the repetition could succeed, its memory be used for something else, and then stragglers of
-the first attempt land in it.
+In all these cases only the end of the peer's process ends the doubt. A port that refuses connections does not prove
+that: a connection that is there, or a queue pair, lives on without it. backend/doubts.py collects more evidence.
+
+We never repeat a batch: the repetition could succeed, its memory be used for something else, and then stragglers of the
+first attempt land in it. Mooncake does that itself in its call for a batch, once for each RDMA device of this host.
 """
 
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +31,7 @@ import numpy.typing as npt
 
 from .asked import Calls
 from .base import EngineError, check_batch
-from .native import Code, Limits, NativeEngine
+from .native import Code, Limits, NativeEngine, Peer, call
 
 TCP = Limits(descriptors=256, outstanding=1024, asks=True)
 """Mooncake keeps 1,024 descriptors of a peer in a queue and 1,024 more in a waiting room whose guests are failed after
@@ -60,6 +65,11 @@ PATIENCE = 30.0
 """Seconds without a descriptor's end after which a write fails; Mooncake's own measure for a call that waits."""
 OVERLAPPED = -7
 """Mooncake's code for a region that overlaps a registered one."""
+SLOW_SECONDS = 5.0
+"""Opening the way to a peer that is well takes a millisecond; Mooncake gives up after 60 s."""
+AGAIN_SECONDS = 60.0
+"""After an attempt to open it that was slow and failed, the pause before the next one, which costs everybody as much
+again. A peer that comes back from so long a pause has lost its requests anyway."""
 CONNECT_SECONDS = 1.0
 MAX_PORT = 65535
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -90,6 +100,31 @@ class Mooncake(NativeEngine):
         begin, ask = self._native.transfer_submit_write, self._native.transfer_check_status
         calls = Calls(begin, ask, self._patience, REFUSALS)
         self._write_asking(calls, session, batch)
+
+    def _open(self, peer: Peer, session: str) -> None:
+        """Mooncake asks a peer for its regions before the first transfer, and all other calls wait for the answer."""
+        if peer.opened:
+            return
+        # What it gives is of no interest; that it had to ask for it is. A peer always has a region, and 0 is a failure.
+        look = getattr(self._native, "get_first_buffer_address", None)  # not in every build for NPUs
+        if look is None:
+            return
+        started = time.monotonic()
+        if started < peer.shut_until:
+            raise EngineError(f"Mooncake has no way to {session}: it did not answer a moment ago", settled=True)
+        found = call(look, session)
+        took = time.monotonic() - started
+        if isinstance(found, int) and found:
+            peer.opened = True
+            return
+        if took > SLOW_SECONDS:
+            peer.shut_until = time.monotonic() + AGAIN_SECONDS
+            cause = f"it did not say within {took:.0f} s what memory it has; is its process stopped, or the host away?"
+        elif self.peer_gone(session):
+            cause = "nobody listens there any more"
+        else:
+            cause = "it did not say what memory it has; Mooncake's own lines in the log say more"
+        raise EngineError(f"Mooncake has no way to {session}: {cause}", settled=True)
 
     def _unregister(self, addresses: list[int]) -> int:
         code: int = self._native.batch_unregister_memory(addresses)

@@ -49,7 +49,7 @@ class NativeEngine(ABC):
         self._session = str(upstream.session_id)
         self._limits = limits
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._registered: list[int] = []
         self._closed = False
         self._watch = Watch(self.name)
@@ -73,7 +73,11 @@ class NativeEngine(ABC):
                 settled=True,
             )
         with self._lock:
-            self._registered += addresses
+            closed = self._closed
+            self._registered += [] if closed else addresses
+        if closed:  # meanwhile
+            call(self._unregister, addresses)
+            self._refuse_closed()
 
     def write(self, session: str, sources: npt.ArrayLike, destinations: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
         batch = check_batch(sources, destinations, sizes)
@@ -83,9 +87,20 @@ class NativeEngine(ABC):
         batch = check_batch(local, remote, sizes)
         self._transfer("read", self._native.batch_transfer_sync_read, session, batch)
 
+    def open(self, session: str) -> None:
+        with self._in_use(session) as peer:
+            self._open(peer, session)
+
+    def _open(self, peer: "Peer", session: str) -> None:
+        """As `Engine.open`, before each transfer, too. Here: for engines that need no such thing."""
+        peer.opened = True
+
     def close(self) -> None:
+        """As `Engine.close`. A native call that waits by itself ends when it ends; nothing follows it."""
         with self._lock:
             addresses, self._registered, self._closed = self._registered, [], True
+            for peer in self._peers.values():
+                peer.close()
         if addresses:
             # Its code says nothing that could still be acted upon.
             call(self._unregister, addresses)
@@ -99,22 +114,24 @@ class NativeEngine(ABC):
 
     @abstractmethod
     def peer_gone(self, session: str) -> bool:
-        """Whether it is certain that the peer's process has ended. May take CONNECT_SECONDS."""
+        """As `Engine.peer_gone`. May take CONNECT_SECONDS."""
 
     @abstractmethod
     def _transfer_remedy(self) -> str:
         """What a failed transfer may be due to, and where the engine tells more."""
 
     def _transfer(self, what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
-        self._refuse_closed()
         with self._in_use(session) as peer:
+            if len(batch):
+                self._open(peer, session)
             self._transfer_to(peer, what, native, session, batch)
 
     @contextmanager
-    def _in_use(self, session: str) -> Iterator["_Peer"]:
+    def _in_use(self, session: str) -> Iterator["Peer"]:
         """The books of a peer, which stay as long as this lasts."""
         with self._lock:
-            peer = self._peers.pop(session, None) or _Peer(self._limits.outstanding)
+            self._refuse_closed()
+            peer = self._peers.pop(session, None) or Peer(self._limits.outstanding)
             self._peers[session] = peer
             peer.users += 1
             if len(self._peers) > MAX_PEERS:
@@ -125,25 +142,32 @@ class NativeEngine(ABC):
             with self._lock:
                 peer.users -= 1
 
-    def _transfer_to(self, peer: "_Peer", what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
+    def _transfer_to(self, peer: "Peer", what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
         for part in split(batch, descriptors=self._limits.descriptors, first=1 if peer.in_doubt else None):
-            with peer.room(len(part)):
+            if not peer.take(len(part), None):
+                self._refuse_closed()
+            try:
                 code = call(native, session, part.local.tolist(), part.remote.tolist(), part.sizes.tolist())
+            finally:
+                peer.give(len(part))
             # A failed call leaves descriptors in the engine's queue that nobody can count. Until one gets through, the
             # peer is tried with a single descriptor, so that what is left cannot pile up to an overflow.
             peer.in_doubt = code != 0
             if code != 0:
+                # The call has returned at the first of its descriptors that failed; others may be under way.
                 raise self._failure(what, f"failed (code {code})", session, part)
 
     def _write_asking(self, calls: Calls, session: str, batch: Batch) -> None:
         """A write whose descriptors are begun one by one, so that the end of each is known, sooner or later."""
-        self._refuse_closed()
         with self._in_use(session) as peer:
+            if len(batch):
+                self._open(peer, session)
             for part in split(batch, descriptors=self._limits.descriptors, first=1 if peer.in_doubt else None):
                 self._write_part(peer, calls, session, part)
 
-    def _write_part(self, peer: "_Peer", calls: Calls, session: str, part: Batch) -> None:
+    def _write_part(self, peer: "Peer", calls: Calls, session: str, part: Batch) -> None:
         if not peer.take(len(part), calls.patience):
+            self._refuse_closed()
             # What was begun before has not ended, and there is a limit to what may be under way.
             message = (
                 f"{self.name} write to {session} was not begun: nothing there has moved for {calls.patience:.0f} s"
@@ -165,6 +189,9 @@ class NativeEngine(ABC):
             with self._lock:
                 peer.users += 1  # its books have to stay: what is left of this part counts
             unfinished = self._watch.take(inquiry, lambda: self._left(peer, len(part)))
+            if self._closed:
+                message = f"this {self.name} engine was closed during a write: {describe(part, session)}"
+                raise EngineError(message, unfinished=unfinished)
             outcome = f"has ended nowhere for {calls.patience:.0f} s, {len(inquiry)} descriptors are left"
             raise self._failure("write", outcome, session, part, unfinished=unfinished)
         peer.give(len(part))
@@ -173,7 +200,7 @@ class NativeEngine(ABC):
             outcome = f"failed (code {refused if inquiry.failed == 0 else inquiry.unknown or -1})"
             raise self._failure("write", outcome, session, part, settled=not inquiry.failed)
 
-    def _left(self, peer: "_Peer", descriptors: int) -> None:
+    def _left(self, peer: "Peer", descriptors: int) -> None:
         """What was left of a part has ended."""
         peer.give(descriptors)
         with self._lock:
@@ -189,44 +216,47 @@ class NativeEngine(ABC):
         settled: bool = False,
         unfinished: Unfinished | None = None,
     ) -> EngineError:
-        gone = self.peer_gone(session)
-        cause = "nobody listens there any more" if gone else self._transfer_remedy()
+        # A port that refuses is a likely cause, and nothing more: it says nothing about connections that are there, so
+        # what is under way may land all the same. Whether the process has ended is for others to find out.
+        cause = "nobody listens there any more" if self.peer_gone(session) else self._transfer_remedy()
         message = f"{self.name} {what} {outcome}: {describe(part, session)}; {cause}"
-        # A port that refuses says nothing about connections that are there: what is under way may land all the same.
-        settled = settled or (gone and unfinished is None)
-        return EngineError(message, peer_gone=gone, settled=settled, unfinished=unfinished)
+        return EngineError(message, settled=settled, unfinished=unfinished)
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineError(f"this {self.name} engine is closed", settled=True)
 
 
-class _Peer:
-    """How many descriptors of calls to one peer are under way, in all threads."""
+class Peer:
+    """How many descriptors of calls to one peer are under way, in all threads; and whether there is a way to it."""
 
     def __init__(self, outstanding: int) -> None:
         self._free = outstanding
         self._freed = threading.Condition()
         # Whoever waits for room holds this, so that small calls do not starve a large one.
         self._queue = threading.Lock()
+        self._closed = False
         self.in_doubt = False
+        self.opened = False
+        self.shut_until = 0.0
+        """time.monotonic() before which nobody tries to open the way."""
         self.users = 0
         """Transfers that are under way or wait for room; the engine's lock guards it."""
 
-    @contextmanager
-    def room(self, descriptors: int) -> Iterator[None]:
-        self.take(descriptors, None)
-        try:
-            yield
-        finally:
-            self.give(descriptors)
-
     def take(self, descriptors: int, patience: float | None) -> bool:
-        """Wait for room; False if there was none within `patience` seconds since it was this call's turn."""
+        """Wait for room; False if there was none within `patience` seconds since it was this call's turn, or after
+        `close`."""
         with self._queue, self._freed:
-            found = self._freed.wait_for(lambda: self._free >= descriptors, patience)
+            self._freed.wait_for(lambda: self._closed or self._free >= descriptors, patience)
+            found = self._free >= descriptors and not self._closed
             self._free -= descriptors if found else 0
         return found
+
+    def close(self) -> None:
+        """Whoever waits for room waits no more, and gets none."""
+        with self._freed:
+            self._closed = True
+            self._freed.notify_all()
 
     def give(self, descriptors: int) -> None:
         with self._freed:

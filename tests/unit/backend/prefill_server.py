@@ -16,12 +16,14 @@ from sglang_hetero.backend.pairing import Decision, Path
 from sglang_hetero.layout import wire
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.control import ControlService
-from sglang_hetero.transfer.link import Awaited
+from sglang_hetero.transfer.link import Awaited, Endpoint
 from sglang_hetero.transfer.seal import Seal
 from tests.unit.transfer.control.peers import HOST, hello
 
 SOON = 8.0
 """Seconds in which anything must have happened on a busy machine; nothing waits for it to pass."""
+NOBODY = Endpoint(HOST, 1)
+"""Where nobody takes messages: connections are refused."""
 
 
 def until(condition, seconds=SOON):
@@ -214,5 +216,5 @@ class Tables:
         self.lost[address] = reason
         self.adopted.pop(address, None)
 
-    def hetero_give_up(self, room, endpoints, reason, *, capable):
-        self.told.append((room, [endpoint.port for endpoint in endpoints], reason, capable))
+    def hetero_give_up(self, room, ranks, reason, *, capable):
+        self.told.append((room, [rank.endpoint.port for rank in ranks], reason, capable))

@@ -8,7 +8,7 @@ import pytest
 from sglang_hetero.backend import announcer as announcer_module
 from sglang_hetero.backend.announcer import Announcer
 from sglang_hetero.backend.bootstrap import MAX_BODY, ROUTE
-from sglang_hetero.errors import TransferRefused
+from sglang_hetero.errors import ControlError, TransferRefused
 from sglang_hetero.transfer import messages as m
 from sglang_hetero.transfer.control import ControlService
 from sglang_hetero.transfer.control import service as service_module
@@ -62,6 +62,29 @@ def test_it_reports_again_to_a_new_service():
         with client(server.service.port, b"d0") as d0:
             server.announcers[0].send_first(first((b"d0", 1)))
             until(lambda: d0.heard)
+    finally:
+        server.end()
+
+
+def test_a_first_token_outlives_a_change_of_the_connection():
+    """One that was picked before another took its place, and closed after that, is not the rank's last word."""
+    server = PrefillServer(free_port(), tp=1)
+    try:
+        until(lambda: complete(server.service))
+        (announcer,) = server.announcers
+
+        class Closed:
+            def send(self, _):
+                announcer._client = current
+                raise ControlError("is closed")
+
+        with client(server.service.port, b"d0") as d0:
+            current, announcer._client = announcer._client, Closed()
+            announcer.send_first(first((b"d0", 1)))
+            until(lambda: d0.heard)
+        current.close()
+        with pytest.raises(ControlError, match="is closed"):
+            announcer.send_first(first((b"d0", 1)))
     finally:
         server.end()
 

@@ -1,13 +1,14 @@
 """When a process is taken for dead: it has refused twice, some seconds apart, and nothing was heard of it meanwhile."""
 
+import socket
 from dataclasses import replace
 
 import pytest
 
 from sglang_hetero.backend.doubts import APART_SECONDS, DOUBT_SECONDS, MAX_DOUBT_SECONDS, Doubts
 from sglang_hetero.transfer.lifetime.repetition import FIRST_SECONDS
-from sglang_hetero.transfer.link import Awaited
-from tests.unit.backend.prefill_server import Engine, Side, until
+from sglang_hetero.transfer.link import Awaited, Endpoint
+from tests.unit.backend.prefill_server import HOST, NOBODY, Engine, Side, until
 
 SESSION = "10.0.0.9:1"
 
@@ -17,7 +18,7 @@ class World:
 
     def __init__(self):
         self.now, self.engine = 1000.0, Engine()
-        self.side = Side(waiting={"old": Awaited("prefill TP0/1", "10.0.0.9:7", SESSION, 16)})
+        self.side = Side(waiting={"old": Awaited("prefill TP0/1", "10.0.0.9:7", SESSION, NOBODY, 16)})
         self.doubts = Doubts("decode TP0/1", self.side, self.engine, clock=lambda: self.now)
         self.doubts.resolve(self.side.awaited())
 
@@ -50,6 +51,30 @@ def test_one_that_refuses_twice_is_gone(world):
     world.pass_time(APART_SECONDS / 2)
     assert world.asked == 2
     assert set(world.side.ended) == {"old"}
+
+
+def test_one_whose_engine_never_listens_is_asked_where_it_takes_messages(world):
+    """Such as MemFabric's."""
+    world.engine.sees_ends = False
+    with socket.create_server((HOST, 0)) as lives:
+        world.side.waiting["old"] = replace(world.side.waiting["old"], endpoint=Endpoint(*lives.getsockname()))
+        for _ in range(3):
+            world.pass_time(MAX_DOUBT_SECONDS)
+        assert world.side.ended == {}, "also a process that is stopped listens"
+    world.pass_time(MAX_DOUBT_SECONDS)
+    assert world.side.ended == {}, "one refusal proves nothing"
+    world.pass_time(APART_SECONDS)
+    assert set(world.side.ended) == {"old"}
+
+
+def test_one_whose_engine_alone_refuses_is_not_gone(world):
+    """A rule of a firewall for the engines' ports."""
+    world.engine.ended.add(SESSION)
+    with socket.create_server((HOST, 0)) as lives:
+        world.side.waiting["old"] = replace(world.side.waiting["old"], endpoint=Endpoint(*lives.getsockname()))
+        for _ in range(5):
+            world.pass_time(MAX_DOUBT_SECONDS)
+    assert (world.asked, world.side.ended) == (5, {})
 
 
 def test_what_is_heard_meanwhile_shows_that_it_lives(world):

@@ -20,6 +20,7 @@ from sglang_hetero.transfer.link import Awaited
 from sglang_hetero.transfer.seal import Seal
 from tests.unit.backend.prefill_server import (
     HOST,
+    NOBODY,
     Engine,
     PrefillServer,
     Side,
@@ -54,7 +55,7 @@ class World:
         """Find a server; requests of all its ranks are under way."""
         until(lambda: self.peers.ready(server.address))
         self.side.waiting |= {
-            each: Awaited(each, server.address, f"session of {each}", 0) for each in server.incarnations()
+            each: Awaited(each, server.address, f"session of {each}", NOBODY) for each in server.incarnations()
         }
 
     def end(self):
@@ -269,7 +270,7 @@ def test_what_is_owed_is_paid_without_a_request(world, monkeypatch):
 
 
 def test_who_units_are_kept_for_is_asked_again_and_again(world):
-    world.side.waiting["old"] = Awaited(LABEL, "10.0.0.9:1", "its session", 16)
+    world.side.waiting["old"] = Awaited(LABEL, "10.0.0.9:1", "its session", NOBODY, 16)
     until(lambda: world.engine.asked.count("its session") >= 3)
     assert world.side.ended == {}
     world.engine.ended.add("its session")
@@ -279,7 +280,7 @@ def test_who_units_are_kept_for_is_asked_again_and_again(world):
 
 def test_units_that_are_kept_for_long_are_told_of(caplog):
     now = [100.0]
-    side, tables = Side(waiting={"old": Awaited(LABEL, "10.0.0.9:1", "its session", 16)}), Tables()
+    side, tables = Side(waiting={"old": Awaited(LABEL, "10.0.0.9:1", "its session", NOBODY, 16)}), Tables()
     peers = Peers(tables, Seal())
     liveness = Liveness(peers, side, Engine(), tables, clock=lambda: now[0])
     liveness.close()
@@ -298,7 +299,7 @@ def test_units_that_are_kept_for_long_are_told_of(caplog):
 
 def test_what_is_asked_about_is_bounded_by_what_waits(world):
     for number in range(200):
-        world.side.waiting[f"old{number}"] = Awaited(LABEL, f"10.0.0.9:{number}", f"session {number}", 1)
+        world.side.waiting[f"old{number}"] = Awaited(LABEL, f"10.0.0.9:{number}", f"session {number}", NOBODY, 1)
     until(lambda: len(set(world.engine.asked)) == 200)
     assert len(world.liveness._doubts._doubts) == 200
     world.side.waiting.clear()
@@ -307,7 +308,7 @@ def test_what_is_asked_about_is_bounded_by_what_waits(world):
 
 def test_prefill_looks_after_its_decode_ranks(monkeypatch):
     monkeypatch.setattr(doubts_module, "LOOK_SECONDS", 0.02)
-    side, engine = Side(waiting={"old": Awaited("decode TP0/1", "10.0.0.9:1", "its session")}), Engine()
+    side, engine = Side(waiting={"old": Awaited("decode TP0/1", "10.0.0.9:1", "its session", NOBODY)}), Engine()
     ranks = doubts_module.DecodeRanks("prefill TP0/1", side, engine)
     until(lambda: engine.asked)
     assert side.ended == {}

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_hetero.backend.manager import ManagerMixin
+from sglang_hetero.transfer import messages
+from sglang_hetero.transfer.link import Addressee, Endpoint
 
 ADDRESS = "10.0.0.9:8998"
 
@@ -65,3 +67,13 @@ def test_a_room_that_is_entered_while_a_server_is_dropped_is_found():
     rooms.add(7)
     manager.hetero_lost(ADDRESS, "it has ended")
     assert manager.failure_records == {7: "it has ended"}
+
+
+def test_whoever_is_told_that_a_request_is_given_up_is_named_if_known():
+    manager, posted = Manager(), []
+    manager._hetero_refuser, manager._hetero_given_up = "this rank", 0
+    manager._hetero_post = lambda endpoint, payload: posted.append((endpoint.port, messages.decode(payload)))
+    ranks = [Addressee(Endpoint("10.0.0.9", 1), "a process"), Addressee(Endpoint("10.0.0.9", 2))]
+    manager.hetero_give_up(7, ranks, "its pages do not match", capable=True)
+    assert [(port, said.source, said.room) for port, said in posted] == [(1, "a process", 7), (2, "", 7)]
+    assert {said.reason for _, said in posted} == {"its pages do not match"}

@@ -10,11 +10,12 @@ from sglang_hetero.backend import peers as peers_module
 from sglang_hetero.backend.pairing import Path
 from sglang_hetero.backend.peers import Peers
 from sglang_hetero.errors import PeerAway, TopologyError, TransferRefused
-from sglang_hetero.transfer.link import Awaited, Endpoint
+from sglang_hetero.transfer.link import Addressee, Awaited, Endpoint
 from sglang_hetero.transfer.messages import VERSION
 from sglang_hetero.transfer.seal import Seal
 from tests.unit.backend.prefill_server import (
     HOST,
+    NOBODY,
     Engine,
     PrefillServer,
     Side,
@@ -66,7 +67,9 @@ def test_a_server_is_found_and_its_ranks_are_known(peers, tables, server):
     assert peers.capable(server.address)
     found = peers.sources(server.address, 0)
     assert {source.incarnation for source in found.sources} == server.incarnations()
-    assert peers.endpoints(server.address, 0) == (Endpoint(HOST, 7000), Endpoint(HOST, 7001))
+    ranks = peers.ranks(server.address, 0)
+    assert [rank.endpoint for rank in ranks] == [Endpoint(HOST, 7000), Endpoint(HOST, 7001)]
+    assert {rank.incarnation for rank in ranks} == server.incarnations()
     assert peers.problem(server.address) == ""
     server.announcers[0].send_first(first((b"d0", 1)))
     until(lambda: peers.side.heard)
@@ -81,7 +84,7 @@ def test_every_replica_is_known_and_no_other(peers):
             assert {source.incarnation for source in found} == server.incarnations(dp_rank)
         with pytest.raises(TransferRefused, match=r"has 2 attention-DP replicas, the request is for number 7"):
             peers.sources(server.address, 7)
-        assert peers.endpoints(server.address, 7) == ()
+        assert peers.ranks(server.address, 7) == ()
     finally:
         server.end()
 
@@ -164,7 +167,7 @@ def test_a_refused_server_is_asked_anew_for_the_next_request(peers, tables, serv
     assert "takes it" in peers.refusal(server.address)
     assert server.address not in tables.adopted
     assert "takes it" in peers.refusal(server.address), "another request that had begun with it"
-    assert peers.endpoints(server.address, 0), "so that its ranks can be told"
+    assert peers.ranks(server.address, 0), "so that its ranks can be told"
     tables.path = Path.OURS
     until(lambda: peers.ready(server.address))
     assert peers.refusal(server.address) is None
@@ -177,7 +180,7 @@ def test_what_cannot_be_planned_is_refused_and_its_ranks_are_known(peers, server
     monkeypatch.setattr(peers.side, "join", join)
     until(lambda: peers.ready(server.address))
     assert peers.refusal(server.address) == "6 heads cannot be divided"
-    assert len(peers.endpoints(server.address, 0)) == 2
+    assert len(peers.ranks(server.address, 0)) == 2
 
 
 def test_ranks_of_a_refused_stock_server_are_asked_for(peers, tables):
@@ -195,7 +198,7 @@ def test_ranks_of_a_refused_stock_server_are_asked_for(peers, tables):
 
     with http_server(answers) as address:
         assert peers.find(address) is None
-        assert peers.endpoints(address, 0) == (Endpoint("10.0.0.1", 9000), Endpoint("10.0.0.1", 9001))
+        assert peers.ranks(address, 0) == tuple(Addressee(Endpoint("10.0.0.1", port)) for port in (9000, 9001))
 
 
 def test_another_release_is_refused_with_the_remedy(peers, server):
@@ -238,7 +241,7 @@ def test_the_least_used_server_is_forgotten_unless_requests_wait_for_it(peers, t
     servers = [PrefillServer(free_port(), start=name) for name in "abc"]
     try:
         one, two, three = (each.address for each in servers)
-        peers.side.waiting["a-0.0.0"] = Awaited("prefill TP0/1", one, "s0", 0)
+        peers.side.waiting["a-0.0.0"] = Awaited("prefill TP0/1", one, "s0", NOBODY)
         for address in (one, two, three):
             until(lambda address=address: peers.ready(address))
         assert {each.address for each in peers.servers()} == {one, three}
@@ -297,17 +300,35 @@ def test_what_fails_in_us_is_a_cause_too(peers, tables, server, monkeypatch):
     until(lambda: peers.ready(server.address))
 
 
-@pytest.mark.parametrize("known", ["gone", "not known", "never", "taken over"])
-def test_a_restart_at_the_same_address_is_a_new_process(peers, known):
-    """Requests of the former one fail in any case; units come home where it is certain that it has ended."""
+@pytest.mark.parametrize(
+    ("engine", "messages", "ended"),
+    [
+        ("refuses", "refuses", True),
+        ("refuses", "listens", False),
+        ("listens", "refuses", False),
+        ("taken over", "taken over", True),
+        ("never listens", "refuses", True),
+        ("never listens", "listens", False),
+    ],
+)
+def test_a_restart_at_the_same_address_is_a_new_process(peers, silent, engine, messages, ended):
+    """Requests of the former one fail in any case; units come home where nothing of it listens any more.
+
+    It may only be stopped: then it writes on when it goes on. Some engines never listen, so that they tell nothing.
+    """
     port = free_port()
     former = PrefillServer(port, tp=2)
     until(lambda: peers.ready(former.address))
-    session = "s0" if known == "taken over" else "old"  # s0: that of the new one, which has the same address then
-    peers.side.waiting |= {key: Awaited(key, former.address, session, 3) for key in former.incarnations()}
-    peers.side.waiting["other"] = Awaited("other", "elsewhere:1", session, 3)
-    peers.engine.ended |= {"old"} if known == "gone" else set()
-    peers.engine.sees_ends = known != "never"
+    session = "s0" if engine == "taken over" else "old"  # those of the new one, which has the same address then
+    endpoint = {
+        "refuses": NOBODY,
+        "listens": Endpoint(HOST, int(silent.rpartition(":")[2])),
+        "taken over": Endpoint(HOST, 7000),
+    }[messages]
+    peers.side.waiting |= {key: Awaited(key, former.address, session, endpoint, 3) for key in former.incarnations()}
+    peers.side.waiting["other"] = Awaited("other", "elsewhere:1", session, endpoint, 3)
+    peers.engine.ended |= {"old"} if engine == "refuses" else set()
+    peers.engine.sees_ends = engine != "never listens"
     former.end()
     peers.forget(former.address)
     again = PrefillServer(port, tp=1, start="b")
@@ -316,7 +337,7 @@ def test_a_restart_at_the_same_address_is_a_new_process(peers, known):
         until(lambda: set(peers.side.failed) == former.incarnations())
         assert "started again" in next(iter(peers.side.failed.values()))
         until(lambda: again.address not in peers._asked)
-        assert set(peers.side.ended) == (set() if known == "not known" else former.incarnations())
+        assert set(peers.side.ended) == (former.incarnations() if ended else set())
         assert {each.incarnation for each in peers.sources(again.address, 0).sources} == again.incarnations()
     finally:
         again.end()
@@ -438,7 +459,7 @@ def test_who_is_not_known_is_told_when_it_is_found(peers, tables):
         peers.owe(address, 10, "a third")
         assert tables.told[2:] == [(10, ports, "a third", True)], "at once, since it is known"
         peers.outdate(address, "a test")
-        assert peers.endpoints(address, 0) == (), "others may be there"
+        assert peers.ranks(address, 0) == (), "others may be there"
         peers.owe(address, 11, "a fourth")
         until(lambda: tables.told[3:] == [(11, ports, "a fourth", True)])
         assert peers.path(address)

@@ -191,7 +191,14 @@ def test_ipv6(posts, host):
             reach(posts, Endpoint(host, port), sock, host.encode())
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint("a b", 1), Endpoint("a/b", 1)])
+def test_frames_of_sglang(posts):
+    endpoint = Endpoint(HOST, free_port())
+    with rank(endpoint.port) as sock:
+        posts.post(endpoint, b"tag", b"", b"7")
+        assert sock.recv_multipart() == [b"tag", b"", b"7"]
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint("a b", 1), Endpoint("a/b", 1), Endpoint("localhost", 1)])
 def test_what_is_no_address(posts, endpoint):
     with pytest.raises(PeerAway, match="no address"):
         posts.post(endpoint, b"x")
@@ -234,11 +241,11 @@ class Burst:
     def __init__(self, room):
         self.room, self.noticed, self.sent = room, False, []
 
-    def send(self, payload, flags):
+    def send_multipart(self, frames, flags):
         assert flags == zmq.NOBLOCK
         if not self.noticed:
             raise zmq.Again
-        self.sent.append(payload)
+        self.sent.append(frames)
 
     def get(self, option):
         assert option == zmq.EVENTS
@@ -249,5 +256,5 @@ class Burst:
 @pytest.mark.parametrize("room", [True, False])
 def test_a_burst_is_not_taken_for_a_rank_that_is_away(room):
     burst = Burst(room)
-    assert posts_module._send(burst, b"x") is room
-    assert burst.sent == [b"x"] * room
+    assert posts_module._send(burst, [b"x"]) is room
+    assert burst.sent == [[b"x"]] * room

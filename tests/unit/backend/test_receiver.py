@@ -7,11 +7,15 @@ import pytest
 
 from sglang_hetero.backend.endpoints import ReceiverMixin
 from sglang_hetero.errors import TransferRefused
-from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.link import Addressee, Endpoint
 from sglang_hetero.transfer.reception import Progress
 
 ADDRESS, ROOM = "10.0.0.1:8998", 7
-OLD, NEW = (Endpoint("10.0.0.1", 1), Endpoint("10.0.0.1", 2)), (Endpoint("10.0.0.1", 3), Endpoint("10.0.0.1", 4))
+FIRST, SECOND, AGAIN, THIRD, FOURTH = (
+    Addressee(Endpoint("10.0.0.1", port), incarnation)
+    for port, incarnation in [(1, "a"), (2, "b"), (2, "b again"), (3, "c"), (4, "d")]
+)
+OLD, NEW = (FIRST, SECOND), (THIRD, FOURTH)
 POLL = SimpleNamespace(Failed=0, Bootstrapping=1, WaitingForInput=2, Transferring=3, Success=4)
 
 
@@ -90,7 +94,7 @@ class Manager:
     def __init__(self):
         self.hetero_decode, self.hetero_rank = Decode(), SimpleNamespace(name="decode TP0/2")
         self.hetero_perf = SimpleNamespace(created=lambda room: True, received_end=lambda room, reason: None)
-        self.in_table, self.status, self.endpoints, self.refused = True, POLL.WaitingForInput, OLD, None
+        self.in_table, self.status, self.ranks, self.refused = True, POLL.WaitingForInput, OLD, None
         self.takes = True
         self.failure_records, self.told, self.owed = {}, [], []
 
@@ -104,23 +108,23 @@ class Manager:
         return self.takes
 
     def hetero_sources(self, address, dp_rank):
-        return SimpleNamespace(endpoints=OLD)
+        return SimpleNamespace(ranks=OLD)
 
     def hetero_problem(self, address):
         return f"prefill at {address} does not answer"
 
-    def hetero_endpoints(self, address, dp_rank):
+    def hetero_ranks(self, address, dp_rank):
         assert dp_rank == 0
-        return self.endpoints
+        return self.ranks
 
     def hetero_capable(self, address):
-        return bool(self.endpoints)
+        return bool(self.ranks)
 
     def hetero_slot(self, state_indices):
         return -1
 
-    def hetero_give_up(self, room, endpoints, reason, *, capable):
-        self.told.append((endpoints, reason, capable))
+    def hetero_give_up(self, room, ranks, reason, *, capable):
+        self.told.append((ranks, reason, capable))
 
     def hetero_owe(self, address, room, reason):
         self.owed.append((address, room, reason))
@@ -173,7 +177,7 @@ def test_one_that_sglang_fails_by_itself_when_it_begins(manager):
 
 def test_one_whose_server_has_to_be_asked_anew(manager):
     """It was started again, say: nobody is at the former addresses."""
-    manager.takes, manager.endpoints = None, ()
+    manager.takes, manager.ranks = None, ()
     receiver = Receiver(manager)
     receiver.init(0)
     ends(receiver, "has to be asked first")
@@ -193,7 +197,7 @@ def test_one_that_waits_for_its_pages_when_its_server_is_given_up(manager):
     """SGLang's heartbeat was too slow for it; it lives, and waits."""
     receiver = Receiver(manager)
     receiver.init(0)
-    manager.endpoints = ()  # forgotten
+    manager.ranks = ()  # forgotten
     manager.record_failure(ROOM, "no heartbeat")
     manager.update_status(ROOM, POLL.Failed)
     assert receiver.poll() == POLL.Failed
@@ -213,9 +217,9 @@ def test_one_that_the_client_gives_up_while_it_waits(manager):
 def test_one_that_is_cleared_without_a_failure(manager):
     receiver = Receiver(manager)
     receiver.init(0)
-    manager.endpoints = NEW
+    manager.ranks = NEW
     receiver.clear()
-    assert [endpoints for endpoints, _, _ in manager.told] == [(*OLD, *NEW)], "both may wait"
+    assert [ranks for ranks, _, _ in manager.told] == [(*OLD, *NEW)], "both may wait"
 
 
 def test_one_that_takes_sglangs_path_is_sglangs(manager):
@@ -228,16 +232,20 @@ def test_one_that_takes_sglangs_path_is_sglangs(manager):
     assert manager.told == manager.owed == []
 
 
-@pytest.mark.parametrize("now", [OLD, NEW, ()], ids=["the same", "a successor", "not known"])
-def test_of_one_that_was_bound_its_sources_are_told_by_decodes_side(manager, now):
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [(OLD, ()), (NEW, NEW), ((FIRST, AGAIN), (AGAIN,)), ((), ())],
+    ids=["the same", "a successor", "one at a former one's address", "not known"],
+)
+def test_of_one_that_was_bound_its_sources_are_told_by_decodes_side(manager, now, told):
     receiver = Receiver(manager)
     receiver.init(0)
     receiver.send_metadata([1, 2], 0)
     manager.hetero_decode.cause = "it stands still"
     assert receiver.poll() == POLL.Failed
-    manager.endpoints = now
+    manager.ranks = now
     ends(receiver, "it stands still")
-    assert manager.told == ([(NEW, "it stands still", True)] if now is NEW else [])
+    assert manager.told == ([(told, "it stands still", True)] if told else [])
     assert manager.owed == []
 
 
@@ -266,3 +274,21 @@ def test_a_cause_that_this_rank_knows_is_told(manager):
     other.send_metadata([1, 2], 0)
     manager.hetero_decode.cause, manager.hetero_decode.lacks = "", ""
     ends(other, "decode TP0/2 has all of it$")
+
+
+@pytest.mark.parametrize(
+    ("now", "fails"),
+    [(OLD, False), ((), False), (NEW, True), ((FIRST, AGAIN), True)],
+    ids=["the same", "not known", "a successor", "one at a former one's address"],
+)
+def test_what_has_waited_for_memory_is_not_bound_to_a_server_that_is_no_more(manager, now, fails):
+    receiver = Receiver(manager)
+    receiver.init(0)
+    manager.ranks = now
+    receiver.send_metadata([1, 2], 0)
+    assert manager.hetero_decode.open_rooms == ([] if fails else [ROOM])
+    assert receiver.poll() == (POLL.Failed if fails else POLL.WaitingForInput)
+    if fails:
+        ends(receiver, f"prefill at {ADDRESS} was started again")
+        ((told, _, _),) = manager.told
+        assert set(told) == {*OLD, *now}

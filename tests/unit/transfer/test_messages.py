@@ -16,6 +16,7 @@ STATE = m.AnnouncedPiece(2, None, 4)
 
 REGISTER = m.Register(
     **HEAD,
+    source="b2",
     manifest=b"m",
     session="10.0.0.2:1",
     host="10.0.0.2",
@@ -66,7 +67,7 @@ ALL = [
     m.Topology(**HEAD, reason="missing: PP0 TP1"),
     m.Ack(**HEAD, stage=1, upto=7),
     m.Finish(**HEAD),
-    m.Abort(**HEAD, reason="client went away"),
+    m.Abort(**HEAD, source="b2", reason="client went away"),
     m.Drained(**HEAD, source=2),
     m.Failed(**HEAD, source=2, reason="no memory"),
     m.Hello(**HEAD, manifest=b"m", host="10.0.0.1", port=65_535, session="10.0.0.1:7"),
@@ -190,6 +191,7 @@ WRONG = {
     "float epoch": (m.Ping(**HEAD | {"epoch": 1.5}), "epoch"),
     "port 0": (replace(REGISTER, port=0), "port"),
     "port 65536": (replace(REGISTER, port=65_536), "port"),
+    "registered with nobody": (replace(REGISTER, source=""), "source"),
     "no manifest": (replace(REGISTER, manifest=b""), "manifest"),
     "long manifest": (replace(REGISTER, manifest=bytes(limits.MAX_MANIFEST_BYTES + 1)), "manifest"),
     "arena at the end": (replace(REGISTER, arena=2**63 - 10, arena_bytes=100), "address space"),

@@ -100,11 +100,14 @@ def test_regions_that_touch_keep_their_order():
 
 
 class Native:
-    """A native engine that answers `code`, or raises it, and records its calls."""
+    """A native engine that answers `code`, or raises it, and records its calls. Each peer says where its memory is."""
 
     def __init__(self, code=0):
         self.code = code
         self.calls = []
+
+    def get_first_buffer_address(self, _):
+        return 4096
 
     def __getattr__(self, name):
         def method(*arguments):
@@ -158,7 +161,7 @@ def test_a_failed_call_is_in_doubt_ends_its_batch_and_nothing_else(kind, code):
     engine = wrap(kind, native)
     with pytest.raises(EngineError, match="4 descriptors, 12 bytes, peer odd; ") as raised:
         engine.write("odd", np.arange(1, 11), np.arange(11, 21), np.full(10, 3))
-    assert (raised.value.peer_gone, raised.value.settled) == (False, False)
+    assert not raised.value.settled
     assert len(native.calls) == 1
     # The peer is tried with one descriptor, then trusted again.
     native.code, native.calls = 0, []
@@ -167,14 +170,20 @@ def test_a_failed_call_is_in_doubt_ends_its_batch_and_nothing_else(kind, code):
     assert [len(call[2]) for call in native.calls] == [1, 4, 3, 4, 4]
 
 
-def test_a_refusal_by_the_host_is_proof_for_mooncake_only():
+@kinds
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_refusal_by_the_host_settles_nothing(kind, operation):
+    """It says that nobody listens, and nothing about a connection that is there: the rest may be moving."""
+    with pytest.raises(EngineError) as raised:
+        getattr(wrap(kind, Native(-1)), operation)(NOBODY, [1], [1], [1])
+    assert not raised.value.settled and raised.value.unfinished is None
+
+
+def test_who_listens_at_a_session():
     """MemFabric need not listen on the port of its session."""
-    gone = {}
-    for kind in (Mooncake, MemFabric):
-        with pytest.raises(EngineError) as raised:
-            wrap(kind, Native(-1)).write(NOBODY, [1], [1], [1])
-        gone[kind] = raised.value.peer_gone
-    assert gone == {Mooncake: True, MemFabric: False}
+    engines = [wrap(kind, Native()) for kind in (Mooncake, MemFabric)]
+    assert [engine.sees_ends for engine in engines] == [True, False]
+    assert [engine.peer_gone(NOBODY) for engine in engines] == [True, False]
 
 
 def test_descriptors_under_way_to_one_peer_are_bounded_over_all_threads():

@@ -50,6 +50,60 @@ def told(error: EngineError) -> list[bool]:
     return said
 
 
+class Doors(Asked):
+    """The same, and how peers answer where their memory is: each after so many seconds."""
+
+    def __init__(self, answers: list[tuple[float, int]], now: list[float]) -> None:
+        super().__init__(*range(1, 9))
+        self.state = dict.fromkeys(self.state, LANDED)
+        self.answers, self.now, self.opened = answers, now, 0
+
+    def get_first_buffer_address(self, _: str) -> int:
+        seconds, address = self.answers.pop(0)
+        self.now[0] += seconds
+        self.opened += 1
+        return address
+
+
+def doors(monkeypatch, *answers: tuple[float, int]) -> tuple[Mooncake, Doors, list[float]]:
+    now = [1000.0]
+    monkeypatch.setattr(mooncake, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    native_engine = Doors(list(answers), now)
+    upstream = SimpleNamespace(engine=native_engine, session_id="own:1")
+    return Mooncake(upstream, Limits(descriptors=4, outstanding=4, asks=True)), native_engine, now
+
+
+def test_the_way_to_a_peer_is_opened_once(monkeypatch):
+    engine, native_engine, _ = doors(monkeypatch, (0.0, 4096))
+    engine.open("127.0.0.1:1")
+    engine.write("127.0.0.1:1", TWO, TWO, TWO)
+    engine.open("127.0.0.1:1")
+    assert native_engine.opened == 1
+
+
+def test_a_peer_that_kept_everybody_waiting_is_not_tried_again_at_once(monkeypatch):
+    engine, native_engine, now = doors(monkeypatch, (61.0, 0), (0.0, 4096))
+    with pytest.raises(EngineError, match=r"no way to 127.0.0.1:1: .*61 s") as raised:
+        engine.write("127.0.0.1:1", TWO, TWO, TWO)
+    assert raised.value.settled and native_engine.begun == list(range(1, 9)), "nothing was begun"
+    for act in (engine.open, lambda session: engine.write(session, TWO, TWO, TWO)):
+        with pytest.raises(EngineError, match="did not answer a moment ago") as raised:
+            act("127.0.0.1:1")
+        assert raised.value.settled
+    assert native_engine.opened == 1
+    now[0] += mooncake.AGAIN_SECONDS
+    engine.write("127.0.0.1:1", TWO, TWO, TWO)
+    assert native_engine.opened == 2
+
+
+def test_a_peer_that_refuses_at_once_is_tried_again_at_once(monkeypatch):
+    engine, native_engine, _ = doors(monkeypatch, (0.0, 0), (0.0, 4096))
+    with pytest.raises(EngineError, match="no way to"):
+        engine.open("127.0.0.1:1")
+    engine.open("127.0.0.1:1")
+    assert native_engine.opened == 2
+
+
 def test_peers_of_former_times_are_forgotten_and_those_in_use_are_not(monkeypatch):
     monkeypatch.setattr(native, "MAX_PEERS", 3)
     go_on, begun = threading.Event(), threading.Event()
@@ -97,9 +151,27 @@ def test_a_port_that_refuses_does_not_settle_what_is_under_way(monkeypatch):
     monkeypatch.setattr(mooncake, "refuses_connections", lambda session: True)
     asked = Asked(7, 8)
     _, error = failure(asked)
-    assert error.peer_gone and not error.settled and error.unfinished is not None
+    assert not error.settled and error.unfinished is not None
     asked.state.update({7: LANDED, 8: LOST})
     assert told(error) == [False]
+
+
+def test_a_port_that_refuses_does_not_settle_what_has_failed(monkeypatch):
+    """Its connection is broken; what the two kernels hold of it may be applied later by a process that lives."""
+    monkeypatch.setattr(mooncake, "refuses_connections", lambda session: True)
+    asked = Asked(7, 8)
+    asked.state.update({7: LANDED, 8: LOST})
+    _, error = failure(asked)
+    assert "nobody listens there any more" in str(error)
+    assert not error.settled and error.unfinished is None, "nobody will know more"
+
+
+def test_what_has_landed_settles_a_write_of_which_the_rest_was_never_begun(monkeypatch):
+    monkeypatch.setattr(mooncake, "refuses_connections", lambda session: True)
+    asked = Asked(7, 0)
+    asked.state[7] = LANDED
+    _, error = failure(asked)
+    assert error.settled
 
 
 def test_what_is_left_is_looked_after_although_there_was_no_thread_for_it_once(monkeypatch):

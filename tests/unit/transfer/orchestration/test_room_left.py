@@ -1,6 +1,7 @@
 """What a use of a room leaves behind at prefill: nothing that the next one, or its own messages, could stumble over."""
 
 from sglang_hetero.transfer import messages
+from sglang_hetero.transfer.dispatch import SWEEP_SECONDS
 from sglang_hetero.transfer.reception import Progress
 
 from .models import FOUR
@@ -119,9 +120,24 @@ def test_what_a_later_request_has_brought_outlives_the_end_of_a_sender_without_a
         world.until(lambda: world.is_bound(request), send=False)
         for node in world.prefill:
             node.side.retire(ROOM)
+            assert node.events.count("forgotten", ROOM) == 1, "the former sender may have failed the room at SGLang"
+            bound = node.events.count("bound", ROOM)
             node.side.claim(ROOM)
+            assert node.events.count("bound", ROOM) == bound + 1
         world.serve(request)
         world.check()
+
+
+def test_sglang_forgets_a_sender_that_is_gone_and_never_had_a_request():
+    with World(FOUR, (2, 1)) as world:
+        side, events = world.prefill[0].side, world.prefill[0].events
+        owner = Sender()
+        side.claim(ROOM, owner)
+        del owner
+        world.clock.now += SWEEP_SECONDS
+        side.claim(ROOM + 1)
+        assert events.count("forgotten", ROOM) == 1
+        side.release(ROOM + 1)
 
 
 def test_a_bind_that_has_waited_is_no_sign_of_life():

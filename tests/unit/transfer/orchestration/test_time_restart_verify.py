@@ -43,10 +43,9 @@ def test_no_progress(lost):
         world.network.hold(of_kind(lost))
         request = world.start(1, TOKENS, 2)
         world.rounds(40)
-        world.clock.now += 29
-        world.rounds(3)
+        world.elapse(29)
         assert not request.reasons and not world.prefill[0].side.failure(1)
-        world.clock.now += 2
+        world.elapse(2)
         world.until(lambda: bool(request.reasons))
         assert any(label in request.reasons[world.decode[0].name] for label in labels(world.prefill))
         if lost is not messages.Bind:
@@ -62,10 +61,24 @@ def test_prefill_does_not_wait_for_a_finish_that_never_comes():
         world.network.hold(of_kind(messages.Finish))
         request = world.start(1, TOKENS, 2)
         world.rounds(60)
-        world.clock.now += 31
+        world.elapse(31)
         world.until(lambda: all(node.side.failure(1) for node in world.prefill))
         assert world.decode[0].name in world.prefill[0].side.failure(1)
         world.end(request)
+        world.check()
+
+
+@pytest.mark.parametrize("unread", [messages.Ready, messages.Finish])
+def test_a_process_that_was_stopped_reads_what_has_come_before_it_blames_a_peer(unread):
+    with World(FOUR, (2, 1)) as world:
+        held = world.network.hold(of_kind(unread))
+        request = world.start(1, TOKENS, 2)
+        world.rounds(60)
+        world.clock.now += 31  # nobody looks, and nobody reads
+        world.rounds(1)
+        assert not request.reasons and not any(node.side.failure(1) for node in world.prefill)
+        world.network.let_go(held)
+        world.serve(request)
         world.check()
 
 

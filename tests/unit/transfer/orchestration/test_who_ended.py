@@ -26,7 +26,8 @@ def test_prefill_learns_that_a_decode_process_has_ended():
         (awaited,) = side.awaited().values()
         assert set(side.awaited()) == {old}
         assert (awaited.label, awaited.session) == (decode.rank.manifest.label, decode.engine.session)
-        assert awaited.address == str(decode.side._identity.endpoint)
+        assert awaited.endpoint == decode.side._identity.endpoint
+        assert awaited.address == str(awaited.endpoint)
         for node in world.prefill:
             node.side.gone(frozenset(("nobody", old)), "has ended (server x)")
             assert node.side.failure(2) == f"{decode.rank.manifest.label} has ended (server x)"
@@ -52,6 +53,7 @@ def test_decode_says_whom_units_are_kept_for():
         world.rounds(20, send=False)
         (kept,) = side.awaited().values()
         assert (kept.label, kept.session) == (first.rank.manifest.label, first.engine.session)
+        assert kept.endpoint == first.endpoint
         assert kept.units == side.state["units_quarantined"] > 0
         side.gone(frozenset((first.rank.manifest.incarnation,)), "has ended")
         assert side.awaited() == {}
@@ -113,6 +115,8 @@ def test_one_that_was_taken_for_dead_is_not_told_that_nothing_is_under_way():
         world.end(request)
         for node in world.prefill:
             node.side.gone(frozenset((decode.rank.manifest.incarnation,)), "has ended")
+        (former,) = first.side._former.values()
+        assert [each.sequence for each in former.undrained] == [[]], "what grows with the prompt is not kept"
         asked = len(world.network.sent(messages.Abort))
         for _ in range(3):
             world.clock.now += MOST_SECONDS

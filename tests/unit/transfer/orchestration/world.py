@@ -14,6 +14,7 @@ from sglang_hetero.layout import Coordinates, Side
 from sglang_hetero.reshard import plan
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.engine.loopback import Fabric, LoopbackEngine
+from sglang_hetero.transfer.lifetime.stillness import AWAY_SECONDS
 from sglang_hetero.transfer.outbox import FirstToken
 from sglang_hetero.transfer.pieces import StateMode
 from sglang_hetero.transfer.reception import Progress, Settings
@@ -57,12 +58,13 @@ class World:
         pack_bytes: int | None = None,
         shapes: tuple[Shape, Shape] | None = None,
         engine: Callable[[str, Fabric], LoopbackEngine] = LoopbackEngine,
+        network: Callable[[int], Network] = Network,
         announce: bool = True,
     ) -> None:
         """capacity: requests whose windows the arena holds. announce: tell prefill its topology."""
         self.tag = f"w{next(_worlds)}"
         self.model, self.tp, self.stages, self.engine = model, tp, stages, engine
-        self.network, self.fabric, self.clock = Network(seed), Fabric(), Clock()
+        self.network, self.fabric, self.clock = network(seed), Fabric(), Clock()
         self.random = np.random.default_rng(seed)
         self.shapes = shapes or (Shape(page_size, pages, slots), Shape(page_size, pages, slots))
         self._free = [self._ids(shape) for shape in self.shapes]
@@ -272,6 +274,13 @@ class World:
         for _ in range(count):
             self.step(send=send)
             time.sleep(0.001)
+
+    def elapse(self, seconds: float) -> None:
+        """Let time go by in which every rank is polled; a leap would be a pause of the process."""
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.now = min(self.clock.now + AWAY_SECONDS / 2, end)
+            self.step()
 
     def describe(self) -> str:
         states = [(node.name, node.side.state) for node in (*self.prefill, *self.decode)]
