@@ -28,6 +28,7 @@ from sglang_hetero.transfer.seal import Purpose, Seal
 
 from .bootstrap import MAX_BODY, NONCE_BYTES, NONCE_HEADER, ROUTE, SEAL_HEADER, Capability
 from .options import Mode
+from .posts import numeric
 
 TIMEOUT_SECONDS = 5.0
 """Of one request, as SGLang's own to the bootstrap server."""
@@ -153,7 +154,7 @@ def ranks(address: str, info: Any) -> dict[int, tuple[Addressee, ...]]:
     """Where the ranks of each attention-DP replica take messages, as far as the bootstrap server says it in time; not
     which processes they are.
 
-    Raises PeerAway, or msgspec's error for what is no address.
+    Raises PeerAway, also for a name that cannot be looked up, or msgspec's error for what is no address.
     """
     found: dict[int, tuple[Addressee, ...]] = {}
     until = time.monotonic() + ENDPOINTS_SECONDS
@@ -166,7 +167,7 @@ def ranks(address: str, info: Any) -> dict[int, tuple[Addressee, ...]]:
             reply = _request(address, _route(dp_rank, 0, tp_rank, pp_rank), {})
             if reply.status == HTTP_OK:
                 replies.append(msgspec.json.decode(reply.body, type=_RankInfo))
-        found[dp_rank] = tuple(Addressee(Endpoint(each.rank_ip, each.rank_port)) for each in replies)
+        found[dp_rank] = tuple(Addressee(Endpoint(numeric(each.rank_ip), each.rank_port)) for each in replies)
     return found
 
 

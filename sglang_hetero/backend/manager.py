@@ -12,7 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ from .metrics import observer, tell_report
 from .options import Mode, read
 from .pairing import Decision, Path, Registration, Route, decide, same_layouts
 from .peers import Peers
-from .posts import Posts
+from .posts import Posts, numeric
 from .rank import Rank, current_rank
 from .rank_report import receiver_fault, report_of
 from .secret import seal_of
@@ -199,10 +199,10 @@ class ManagerMixin:
         self.hetero_counts.add("unsealed" if kind == "unsealed" else "dropped")
         self._hetero_faults.note(kind, f"dropped a message: {why}", traceback=traceback)
 
-    @property
+    @cached_property
     def _hetero_endpoint(self) -> Endpoint:
         """Where peers send this rank's messages, as they are told."""
-        return Endpoint(self.local_ip, self.rank_port)  # type: ignore[attr-defined]
+        return Endpoint(numeric(self.local_ip), self.rank_port)  # type: ignore[attr-defined]
 
     # Prefill.
 

@@ -8,6 +8,7 @@ wait there, while requests of all other servers stand still.
 from __future__ import annotations
 
 import ipaddress
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ from sglang_hetero.transfer.control.common import prepare
 from sglang_hetero.transfer.dispatch import MAX_PEERS
 from sglang_hetero.transfer.fields import MAX_MESSAGE_BYTES
 from sglang_hetero.transfer.link import Endpoint
+from sglang_hetero.transfer.messages import printable
 
 MAX_ENDPOINTS = MAX_PEERS
 """Ranks that there is a socket for, the latest used: as many as a prefill rank knows."""
@@ -32,6 +34,8 @@ is not there says again, one message in 16 s, makes as many in the 11 minutes of
 IDLE_SECONDS = 60.0
 """A socket that nothing was sent by for so long is closed: of ranks that are no more it would connect for ever. Several
 times the longest pause between two repetitions."""
+MAX_SHOWN = 80
+"""Characters of a name in an error."""
 CONNECT_MS = 3000
 """For one try to connect. The system's own goes on for two minutes, with pauses that grow to one."""
 AGAIN_MS, MAX_AGAIN_MS = 100, 2000
@@ -98,26 +102,26 @@ class Posts:
     def _connect(self, endpoint: Endpoint) -> zmq.Socket[bytes]:
         """A socket that connects by itself, as often as it has to."""
         try:
-            socket = self._context.socket(zmq.PUSH)
+            sock = self._context.socket(zmq.PUSH)
         except zmq.ZMQError as error:
             raise PeerAway(f"there is no socket for {endpoint}: {error}") from None
         host = endpoint.host.strip("[]")
         try:
             # One thread of ZeroMQ looks names up for all sockets, so a look-up that takes seconds would hold up all
-            # ranks. The ranks have none: SGLang binds to an address, and says that one.
+            # ranks: `numeric` is for threads that may wait.
             ipaddress.ip_address(host)
-            prepare(socket, MAX_MESSAGE_BYTES)
-            socket.set(zmq.LINGER, 0)
-            socket.set(zmq.SNDHWM, MAX_WAITING)
-            socket.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-            socket.set(zmq.RECONNECT_IVL, AGAIN_MS)
-            socket.set(zmq.RECONNECT_IVL_MAX, MAX_AGAIN_MS)
-            socket.set(zmq.IPV6, int(":" in host))
-            socket.connect(address_of(host, endpoint.port))
+            prepare(sock, MAX_MESSAGE_BYTES)
+            sock.set(zmq.LINGER, 0)
+            sock.set(zmq.SNDHWM, MAX_WAITING)
+            sock.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+            sock.set(zmq.RECONNECT_IVL, AGAIN_MS)
+            sock.set(zmq.RECONNECT_IVL_MAX, MAX_AGAIN_MS)
+            sock.set(zmq.IPV6, int(":" in host))
+            sock.connect(address_of(host, endpoint.port))
         except (ValueError, zmq.ZMQError) as error:
-            socket.close()
+            sock.close()
             raise PeerAway(f"{endpoint} is no address of a rank (IP:port): {error}") from None
-        return socket
+        return sock
 
     def _tidy(self, now: float) -> None:
         while len(self._lines) > MAX_ENDPOINTS or now - next(iter(self._lines.values())).used > IDLE_SECONDS:
@@ -127,14 +131,34 @@ class Posts:
         self._lines.pop(endpoint).socket.close()
 
 
-def _send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
+def numeric(host: str) -> str:
+    """The address of a rank's host. SGLang says a name if SGLANG_HOST_IP or HOST_IP is one, and binds to what it stands
+    for in IPv4.
+
+    Takes as long as the system needs to look it up. Raises PeerAway if it cannot.
+    """
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        return host
+    except ValueError:
+        pass
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError) as error:
+        shown = printable(host, MAX_SHOWN)
+        raise PeerAway(
+            f"{shown} is no address and cannot be looked up: {error}; set SGLANG_HOST_IP on that host"
+        ) from None
+
+
+def _send(sock: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
     """Whether the socket has taken a message; never waits."""
     for _ in range(2):
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK)
+            sock.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             # In a burst ZeroMQ looks only now and then what has gone out, but always when it is asked.
-            if not int(socket.get(zmq.EVENTS)) & zmq.POLLOUT:
+            if not int(sock.get(zmq.EVENTS)) & zmq.POLLOUT:
                 return False
         else:
             return True

@@ -13,11 +13,11 @@ class Faults:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def note(self, kind: str, text: object, *, traceback: bool = False) -> None:
+    def note(self, kind: str, text: object, *, times: int = 1, traceback: bool = False) -> None:
         """kind: from a small set, never a peer's text. traceback: of the exception being handled."""
         with self._lock:
-            self._counts[kind] += 1
-            first = self._counts[kind] == 1
+            first = not self._counts[kind]
+            self._counts[kind] += times
         if first:
             self._log.warning("%s: %s: %s (further ones are only counted)", self._owner, kind, text, exc_info=traceback)
 

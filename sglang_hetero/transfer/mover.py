@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -33,12 +32,9 @@ class Turn(Protocol):
 class Mover:
     """The thread of one peer."""
 
-    def __init__(
-        self, name: str, turn: Turn, *, begin: Callable[[], None] = lambda: None, yields: bool = False
-    ) -> None:
-        """begin: what the thread does first; if that raises, it is said and the thread goes on. yields: give way to
-        other threads of the host."""
-        self._name, self._turn, self._begin, self._yields = name, turn, begin, yields
+    def __init__(self, name: str, turn: Turn, *, yields: bool = False) -> None:
+        """yields: give way to other threads of the host."""
+        self._turn, self._yields = turn, yields
         self._runnable: Lines[Destination, None] = Lines(lambda destination, _: destination.untaken)
         self.worker = Worker(f"hetero-mover {name}", self._run)
 
@@ -59,10 +55,6 @@ class Mover:
         if self._yields:
             with suppress(OSError):  # Linux counts niceness by thread; where it is refused nothing is lost but time
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        try:
-            self._begin()
-        except Exception as error:
-            logger.warning("%s: %s: %s", self._name, type(error).__name__, error)
         while (found := self._runnable.take(1)) is not None and not self.worker.stopped:
             destination, _ = found
             try:

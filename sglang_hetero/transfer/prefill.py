@@ -8,7 +8,6 @@ Threads that come here: those that receive messages (`handle`, `topology`), SGLa
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import numpy as np
 
@@ -114,9 +113,7 @@ class PrefillSide(Dispatch):
         The lock is held. Raises ProtocolError if there are too many.
         """
         gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
-        # It has just said something, so it is well now; later its engine may not answer for a while.
-        ready = partial(self._writer.open, peer.session)
-        peer.mover = Mover(peer.label, self._turn, begin=ready, yields=self._busy_waits)
+        peer.mover = Mover(peer.label, self._turn, yields=self._busy_waits)
         peer.heard = self._clock()
         self._peers[peer.incarnation] = peer
         return gone

@@ -155,10 +155,6 @@ class Writer:
         """memory: of this rank's caches. lane: for gathering."""
         self._engine, self._memory, self._packs, self._lane = engine, memory, packs, lane
 
-    def open(self, session: str) -> None:
-        """As `Engine.open`."""
-        self._engine.open(session)
-
     def write(self, destination: Destination, batch: Sequence[tuple[int, Piece]], pages: Ids, slot: int) -> Written:
         """Write numbered pieces; returns when they lie in the peer's staging. pages, slot: of the request, here."""
         peer, side = destination.peer, destination.side

@@ -89,7 +89,8 @@ class Intake:
             self._waiting.append(frames)
             self._bytes += _size(frames)
         if dropped:
-            self._faults.note("flooded", f"{dropped} messages dropped, {len(self._waiting)} wait for their turn")
+            text = f"{dropped} messages dropped, {len(self._waiting)} wait for their turn"
+            self._faults.note("flooded", text, times=dropped)
 
 
 def _size(frames: list[bytes]) -> int:

@@ -92,7 +92,8 @@ class Inquiry:
 class Unfinished:
     """A failed call of which transfers are still under way. `when_ended` may be called from any thread, once.
 
-    It is told once, however the call ends, also after the engine was closed.
+    It is told once, however the call ends, also after the engine was closed; but not while the system gives no thread
+    for it, which is asked for again when the next call is left.
     """
 
     def __init__(self) -> None:

@@ -61,13 +61,6 @@ class Engine(Protocol):
         """Whether a peer's engine listens on the port of its session as long as its process lives; if not, `peer_gone`
         is always False."""
 
-    def open(self, session: str) -> None:
-        """Make the way to a peer, so that the first transfer need not. To be called when the peer is known to be well:
-        with some engines all transfers of this process wait as long as it takes, a minute with a peer that has stopped.
-
-        Raises EngineError, settled. Does nothing where the way is there.
-        """
-
     def peer_gone(self, session: str) -> bool:
         """Whether the peer's host says that nobody listens at its session. May take seconds.
 

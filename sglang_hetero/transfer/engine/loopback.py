@@ -252,9 +252,6 @@ class LoopbackEngine:
     def sees_ends(self) -> bool:
         return True
 
-    def open(self, session: str) -> None:
-        """As Engine.open: there is always a way."""
-
     def peer_gone(self, session: str) -> bool:
         return not self._fabric.has(session)
 

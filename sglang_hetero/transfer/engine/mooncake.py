@@ -20,7 +20,6 @@ first attempt land in it. Mooncake does that itself in its call for a batch, onc
 import os
 import re
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +30,7 @@ import numpy.typing as npt
 
 from .asked import Calls
 from .base import EngineError, check_batch
-from .native import Code, Limits, NativeEngine, Peer, call
+from .native import Code, Limits, NativeEngine, call
 
 TCP = Limits(descriptors=256, outstanding=1024, asks=True)
 """Mooncake keeps 1,024 descriptors of a peer in a queue and 1,024 more in a waiting room whose guests are failed after
@@ -65,11 +64,6 @@ PATIENCE = 30.0
 """Seconds without a descriptor's end after which a write fails; Mooncake's own measure for a call that waits."""
 OVERLAPPED = -7
 """Mooncake's code for a region that overlaps a registered one."""
-SLOW_SECONDS = 5.0
-"""Opening the way to a peer that is well takes a millisecond; Mooncake gives up after 60 s."""
-AGAIN_SECONDS = 60.0
-"""After an attempt to open it that was slow and failed, the pause before the next one, which costs everybody as much
-again. A peer that comes back from so long a pause has lost its requests anyway."""
 CONNECT_SECONDS = 1.0
 MAX_PORT = 65535
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -101,30 +95,17 @@ class Mooncake(NativeEngine):
         calls = Calls(begin, ask, self._patience, REFUSALS)
         self._write_asking(calls, session, batch)
 
-    def _open(self, peer: Peer, session: str) -> None:
-        """Mooncake asks a peer for its regions before the first transfer, and all other calls wait for the answer."""
-        if peer.opened:
+    def _probe(self, session: str) -> None:
+        """Before the first transfer Mooncake asks a peer for its regions, and all calls of this process wait for the
+        answer: 61 s if the peer's process has stopped (measured). A probe waits as long, and holds up nobody.
+
+        Nothing else is behind it: a peer that stops between the probe and the transfer has that effect."""
+        probe = getattr(self._native, "send_probe", None)  # not in every build for NPUs
+        code = 0 if probe is None else call(probe, session)
+        if code == 0:
             return
-        # What it gives is of no interest; that it had to ask for it is. A peer always has a region, and 0 is a failure.
-        look = getattr(self._native, "get_first_buffer_address", None)  # not in every build for NPUs
-        if look is None:
-            return
-        started = time.monotonic()
-        if started < peer.shut_until:
-            raise EngineError(f"Mooncake has no way to {session}: it did not answer a moment ago", settled=True)
-        found = call(look, session)
-        took = time.monotonic() - started
-        if isinstance(found, int) and found:
-            peer.opened = True
-            return
-        if took > SLOW_SECONDS:
-            peer.shut_until = time.monotonic() + AGAIN_SECONDS
-            cause = f"it did not say within {took:.0f} s what memory it has; is its process stopped, or the host away?"
-        elif self.peer_gone(session):
-            cause = "nobody listens there any more"
-        else:
-            cause = "it did not say what memory it has; Mooncake's own lines in the log say more"
-        raise EngineError(f"Mooncake has no way to {session}: {cause}", settled=True)
+        cause = "nobody listens there" if self.peer_gone(session) else "is its process stopped, or its host away?"
+        raise EngineError(f"Mooncake cannot reach {session} (code {code}): {cause}", settled=True)
 
     def _unregister(self, addresses: list[int]) -> int:
         code: int = self._native.batch_unregister_memory(addresses)

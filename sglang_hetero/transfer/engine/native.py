@@ -87,13 +87,11 @@ class NativeEngine(ABC):
         batch = check_batch(local, remote, sizes)
         self._transfer("read", self._native.batch_transfer_sync_read, session, batch)
 
-    def open(self, session: str) -> None:
-        with self._in_use(session) as peer:
-            self._open(peer, session)
+    def _probe(self, session: str) -> None:
+        """See whether a peer answers that nothing has been moved to or from yet. Raises EngineError, settled.
 
-    def _open(self, peer: "Peer", session: str) -> None:
-        """As `Engine.open`, before each transfer, too. Here: for engines that need no such thing."""
-        peer.opened = True
+        Here: an engine that needs no such thing."""
+        return
 
     def close(self) -> None:
         """As `Engine.close`. A native call that waits by itself ends when it ends; nothing follows it."""
@@ -122,8 +120,8 @@ class NativeEngine(ABC):
 
     def _transfer(self, what: str, native: NativeTransfer, session: str, batch: Batch) -> None:
         with self._in_use(session) as peer:
-            if len(batch):
-                self._open(peer, session)
+            if len(batch) and not peer.reached:
+                self._probe(session)
             self._transfer_to(peer, what, native, session, batch)
 
     @contextmanager
@@ -152,7 +150,7 @@ class NativeEngine(ABC):
                 peer.give(len(part))
             # A failed call leaves descriptors in the engine's queue that nobody can count. Until one gets through, the
             # peer is tried with a single descriptor, so that what is left cannot pile up to an overflow.
-            peer.in_doubt = code != 0
+            peer.in_doubt, peer.reached = code != 0, peer.reached or code == 0
             if code != 0:
                 # The call has returned at the first of its descriptors that failed; others may be under way.
                 raise self._failure(what, f"failed (code {code})", session, part)
@@ -160,8 +158,8 @@ class NativeEngine(ABC):
     def _write_asking(self, calls: Calls, session: str, batch: Batch) -> None:
         """A write whose descriptors are begun one by one, so that the end of each is known, sooner or later."""
         with self._in_use(session) as peer:
-            if len(batch):
-                self._open(peer, session)
+            if len(batch) and not peer.reached:
+                self._probe(session)
             for part in split(batch, descriptors=self._limits.descriptors, first=1 if peer.in_doubt else None):
                 self._write_part(peer, calls, session, part)
 
@@ -183,6 +181,7 @@ class NativeEngine(ABC):
                 refused = number
                 break
             inquiry.add(number)
+            peer.reached = True
         ended = inquiry.wait(calls.patience, lambda: self._closed)
         peer.in_doubt = not ended
         if not ended:
@@ -237,9 +236,8 @@ class Peer:
         self._queue = threading.Lock()
         self._closed = False
         self.in_doubt = False
-        self.opened = False
-        self.shut_until = 0.0
-        """time.monotonic() before which nobody tries to open the way."""
+        self.reached = False
+        """Whether something has been moved: the engine knows it since then."""
         self.users = 0
         """Transfers that are under way or wait for room; the engine's lock guards it."""
 

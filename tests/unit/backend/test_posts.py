@@ -191,6 +191,15 @@ def test_ipv6(posts, host):
             reach(posts, Endpoint(host, port), sock, host.encode())
 
 
+def test_a_host_that_is_a_name_becomes_an_address():
+    assert posts_module.numeric("localhost") == "127.0.0.1"
+    for host in ("10.0.0.1", "::1", "[::1]"):
+        assert posts_module.numeric(host) == host
+    for host in ("no.such.host.invalid", "a b", "x" * 400):
+        with pytest.raises(PeerAway, match="cannot be looked up"):
+            posts_module.numeric(host)
+
+
 def test_frames_of_sglang(posts):
     endpoint = Endpoint(HOST, free_port())
     with rank(endpoint.port) as sock:

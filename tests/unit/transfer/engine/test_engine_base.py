@@ -100,14 +100,14 @@ def test_regions_that_touch_keep_their_order():
 
 
 class Native:
-    """A native engine that answers `code`, or raises it, and records its calls. Each peer says where its memory is."""
+    """A native engine that answers `code`, or raises it, and records its calls. Each peer answers a probe."""
 
     def __init__(self, code=0):
         self.code = code
         self.calls = []
 
-    def get_first_buffer_address(self, _):
-        return 4096
+    def send_probe(self, _):
+        return 0
 
     def __getattr__(self, name):
         def method(*arguments):

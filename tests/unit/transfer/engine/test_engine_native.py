@@ -50,58 +50,40 @@ def told(error: EngineError) -> list[bool]:
     return said
 
 
-class Doors(Asked):
-    """The same, and how peers answer where their memory is: each after so many seconds."""
+class Probed(Asked):
+    """The same, and how a peer answers probes."""
 
-    def __init__(self, answers: list[tuple[float, int]], now: list[float]) -> None:
+    def __init__(self, *answers: int) -> None:
         super().__init__(*range(1, 9))
         self.state = dict.fromkeys(self.state, LANDED)
-        self.answers, self.now, self.opened = answers, now, 0
+        self.answers = list(answers)
 
-    def get_first_buffer_address(self, _: str) -> int:
-        seconds, address = self.answers.pop(0)
-        self.now[0] += seconds
-        self.opened += 1
-        return address
+    def send_probe(self, _: str) -> int:
+        return self.answers.pop(0)
 
 
-def doors(monkeypatch, *answers: tuple[float, int]) -> tuple[Mooncake, Doors, list[float]]:
-    now = [1000.0]
-    monkeypatch.setattr(mooncake, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    native_engine = Doors(list(answers), now)
+def probed(*answers: int) -> tuple[Mooncake, Probed]:
+    native_engine = Probed(*answers)
     upstream = SimpleNamespace(engine=native_engine, session_id="own:1")
-    return Mooncake(upstream, Limits(descriptors=4, outstanding=4, asks=True)), native_engine, now
+    return Mooncake(upstream, Limits(descriptors=4, outstanding=4, asks=True)), native_engine
 
 
-def test_the_way_to_a_peer_is_opened_once(monkeypatch):
-    engine, native_engine, _ = doors(monkeypatch, (0.0, 4096))
-    engine.open("127.0.0.1:1")
-    engine.write("127.0.0.1:1", TWO, TWO, TWO)
-    engine.open("127.0.0.1:1")
-    assert native_engine.opened == 1
-
-
-def test_a_peer_that_kept_everybody_waiting_is_not_tried_again_at_once(monkeypatch):
-    engine, native_engine, now = doors(monkeypatch, (61.0, 0), (0.0, 4096))
-    with pytest.raises(EngineError, match=r"no way to 127.0.0.1:1: .*61 s") as raised:
+def test_a_peer_is_probed_until_something_has_been_moved():
+    engine, native_engine = probed(-1, 0, 0)
+    with pytest.raises(EngineError, match=r"cannot reach 127.0.0.1:1 \(code -1\)") as raised:
         engine.write("127.0.0.1:1", TWO, TWO, TWO)
     assert raised.value.settled and native_engine.begun == list(range(1, 9)), "nothing was begun"
-    for act in (engine.open, lambda session: engine.write(session, TWO, TWO, TWO)):
-        with pytest.raises(EngineError, match="did not answer a moment ago") as raised:
-            act("127.0.0.1:1")
-        assert raised.value.settled
-    assert native_engine.opened == 1
-    now[0] += mooncake.AGAIN_SECONDS
-    engine.write("127.0.0.1:1", TWO, TWO, TWO)
-    assert native_engine.opened == 2
+    native_engine.begun.insert(0, mooncake.REFUSALS[0])
+    with pytest.raises(EngineError, match="failed"):
+        engine.write("127.0.0.1:1", TWO, TWO, TWO)
+    for _ in range(2):
+        engine.write("127.0.0.1:1", TWO, TWO, TWO)
+    assert native_engine.answers == []
 
 
-def test_a_peer_that_refuses_at_once_is_tried_again_at_once(monkeypatch):
-    engine, native_engine, _ = doors(monkeypatch, (0.0, 0), (0.0, 4096))
-    with pytest.raises(EngineError, match="no way to"):
-        engine.open("127.0.0.1:1")
-    engine.open("127.0.0.1:1")
-    assert native_engine.opened == 2
+def test_nothing_to_move_probes_nobody():
+    engine, _ = probed()
+    engine.write("127.0.0.1:1", [], [], [])
 
 
 def test_peers_of_former_times_are_forgotten_and_those_in_use_are_not(monkeypatch):

@@ -128,6 +128,25 @@ def test_what_a_later_request_has_brought_outlives_the_end_of_a_sender_without_a
         world.check()
 
 
+def test_a_sender_that_has_just_come_is_not_forgotten_with_the_former_one():
+    """SGLang's scheduler makes it while the end of the former one is told."""
+    with World(FOUR, (2, 1)) as world:
+        side, events = world.prefill[0].side, world.prefill[0].events
+        owner = Sender()
+        side.claim(ROOM, owner)
+        first = world.open(world.request(ROOM, TOKENS, 2))
+        world.until(lambda: world.is_bound(first), send=False)
+        outbox, claim, later = side._rooms[ROOM], side._claimed[ROOM], Sender()
+        del owner
+        side.claim(ROOM, later)
+        side._leave(ROOM, outbox, claim, False, said=False)
+        assert events.count("forgotten", ROOM) == 0 and side._claimed[ROOM]() is later
+        give_up(world, first)
+        for node in world.prefill:
+            node.side.release(ROOM)
+        world.check()
+
+
 def test_sglang_forgets_a_sender_that_is_gone_and_never_had_a_request():
     with World(FOUR, (2, 1)) as world:
         side, events = world.prefill[0].side, world.prefill[0].events
