@@ -269,6 +269,10 @@ class ServersSoak:
         probes = list(self._asker) if instance.role is Role.DECODE else [name]
         await asyncio.gather(*(self._one(each, 0, leaves=False) for each in probes))
         recovered = round(time.monotonic() - began, 1)
+        for each in probes:
+            await asyncio.gather(*(self._one(each, number, leaves=False) for number in range(self.plan.concurrency)))
+        await asyncio.sleep(SAMPLE_SECONDS / 2)
+        self._start[name] = self._start[name].started_again((await self._states()).get(name, State()))
         self.record.restarts.append(Restart(round(self.record.seconds, 1), name, self.record.lost - lost, recovered))
         self._say(f"{name}: serves again after {recovered} s; {self.record.lost - lost} requests were lost")
         self._gate.set()
@@ -276,7 +280,7 @@ class ServersSoak:
     async def _settle(self) -> None:
         """Nothing is under way: every server holds what it held at the start, after SETTLE_SECONDS at most."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        while left := differences(self._start, await self._states()):
+        while left := list(differences(self._start, await self._states())):
             if time.monotonic() > deadline:
                 for line in left:
                     self.record.fault(Kind.LEAK, line)
@@ -294,7 +298,7 @@ class ServersSoak:
         moment = round(self.record.seconds, 2)
         for server, state in (await self._states()).items():
             for rank, told in _ranks(state).items():
-                if "process.rss_bytes" in told:
+                if "rss_bytes" in told:
                     self.record.samples.append(self._of(moment, server, rank, told))
 
     def _of(self, moment: float, server: str, rank: str, told: dict[str, Any]) -> Sample:
@@ -303,11 +307,11 @@ class ServersSoak:
             self.record.handoffs,
             f"{server} {rank}",
             self._lives.get(server, 0),
-            told["process.rss_bytes"],
-            told.get("process.threads", 0),
-            told.get("process.sockets", 0),
-            told.get("ours.units_free"),
-            told.get("ours.units_quarantined"),
+            told["rss_bytes"],
+            told.get("threads", 0),
+            told.get("sockets", 0),
+            told.get("units_free"),
+            told.get("units_quarantined"),
         )
 
     async def _states(self) -> dict[str, State]:
@@ -327,11 +331,11 @@ class ServersSoak:
 
 
 def _ranks(state: State) -> dict[str, dict[str, Any]]:
-    """Figures by rank: `rank 0 ours.units` becomes `ours.units` of `rank 0`."""
+    """Figures by rank: `TP0/2: units` becomes `units` of `TP0/2`."""
     found: dict[str, dict[str, Any]] = {}
-    for place, value in state.figures.items():
-        word, number, name = place.split(" ", 2)
-        found.setdefault(f"{word} {number}", {})[name] = value
+    for figure, value in state.figures.items():
+        rank, _, name = figure.partition(": ")
+        found.setdefault(rank, {})[name] = value
     return found
 
 
