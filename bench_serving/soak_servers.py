@@ -1,6 +1,7 @@
 """The soak on real servers: prompts of mixed lengths whose right answers are known, clients that leave, restarts."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -217,7 +218,8 @@ class ServersSoak:
         if self._rng.random() < 0.5:
             await asyncio.sleep(self._rng.uniform(0, LEAVE_SECONDS))
         else:
-            await asyncio.wait([asyncio.create_task(ask.decoded.wait())], timeout=LEAVE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ask.decoded.wait(), LEAVE_SECONDS)
         await ask.leave()
 
     def _judge(self, flying: Flying, ends: dict[str, End], expected: list[int], what: str) -> None:
