@@ -121,8 +121,8 @@ class Liveness:
             job = self._probe if silent else self._find
             self._jobs.submit(("ask", server.address), lambda: job(server))
         if server.outdated and server.silent_seconds >= UNANSWERED_SECONDS:
-            why = f"has not answered for {server.silent_seconds:.0f} s"
-            self._jobs.submit(("lost", server.address), lambda: self._lost(server, why))
+            why, rooms = f"has not answered for {server.silent_seconds:.0f} s", self._host.hetero_rooms(server.address)
+            self._jobs.submit(("lost", server.address), lambda: self._lost(server, why, rooms))
         return bool(changed or silent or server.outdated)
 
     def _is_due(self, address: str) -> bool:
@@ -134,9 +134,11 @@ class Liveness:
         return True
 
     def _find(self, server: Server) -> None:
+        # Those that come while it is asked may be for its successor, which is about to listen.
+        rooms = self._host.hetero_rooms(server.address)
         error = self._peers.find(server.address)
         if error is not None and error.refused:
-            self._lost(server, f"has ended: {error}")
+            self._lost(server, f"has ended: {error}", rooms)
 
     def _probe(self, server: Server) -> None:
         """Nothing is heard of its control service. Has it ended?"""
@@ -156,11 +158,11 @@ class Liveness:
         self._peers.outdate(server.address, f"prefill at {server.address} has no control service; try again")
         self._find(server)
 
-    def _lost(self, server: Server, why: str) -> None:
+    def _lost(self, server: Server, why: str, rooms: frozenset[int]) -> None:
         reason = f"prefill at {server.address} {why}"
         if self._peers.lose(server, reason):  # else another one has been found there meanwhile
             logger.warning("%s", reason)
-            self._host.hetero_lost(server.address, reason)
+            self._host.hetero_lost(server.address, reason, rooms)
 
 
 def _asked(each: Awaited, known: set[str], troubled: set[str]) -> bool:

@@ -429,14 +429,32 @@ class ManagerMixin:
         with self.session_pool_lock:  # type: ignore[attr-defined]
             self.session_pool.pop(address, None)  # type: ignore[attr-defined]
 
-    def hetero_lost(self, address: str, reason: str) -> None:
-        """The server has ended: its requests fail, with this reason instead of SGLang's."""
+    def hetero_rooms(self, address: str) -> frozenset[int]:
+        """The requests of a server that there are now, those included that have not begun."""
         with self.connection_lock:  # type: ignore[attr-defined]
-            rooms = list(self.addr_to_rooms_tracker.get(address, ()))  # type: ignore[attr-defined]
-        super()._handle_node_failure(address)  # type: ignore[misc]
+            return frozenset(self.addr_to_rooms_tracker.get(address, ()))  # type: ignore[attr-defined]
+
+    def hetero_lost(self, address: str, reason: str, rooms: frozenset[int] | None = None) -> None:
+        """The server has ended: its requests fail, with this reason instead of SGLang's.
+
+        rooms: those that there were when that was found out, since later ones may be for its successor; None: all.
+        """
+        tracker: dict[str, set[int]] = self.addr_to_rooms_tracker  # type: ignore[attr-defined]
+        with self.connection_lock:  # type: ignore[attr-defined]
+            # This set has to stay, see above; SGLang is given another one, which it drops.
+            tracked = tracker.get(address, set())
+            lost = set(tracked) if rooms is None else tracked & rooms
+            tracked -= lost
+            tracker[address] = set(lost)
+        try:
+            super()._handle_node_failure(address)  # type: ignore[misc]
+        finally:
+            with self.connection_lock:  # type: ignore[attr-defined]
+                tracked |= tracker.get(address, set())
+                tracker[address] = tracked
         with self.failure_lock:  # type: ignore[attr-defined]
             records = self.failure_records  # type: ignore[attr-defined]
-            records.update({room: reason for room in rooms if room in records})
+            records.update({room: reason for room in lost if room in records})
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
         """SGLang's heartbeat has given a server up: it has not answered for ten seconds or so."""

@@ -66,8 +66,11 @@ class Host(Protocol):
     def hetero_drop(self, address: str) -> None:
         """Let SGLang begin no request of this server before it has been found anew."""
 
-    def hetero_lost(self, address: str, reason: str) -> None:
-        """The server has ended: its requests fail."""
+    def hetero_rooms(self, address: str) -> frozenset[int]:
+        """The requests of this server that there are now."""
+
+    def hetero_lost(self, address: str, reason: str, rooms: frozenset[int] | None = None) -> None:
+        """The server has ended: its requests fail. rooms: only these of them."""
 
     def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, capable: bool) -> None:
         """Tell prefill ranks that a request will not be bound. capable: whether they understand our messages."""

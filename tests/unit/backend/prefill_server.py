@@ -198,6 +198,10 @@ class Tables:
     path: Path = Path.OURS
     adopted: dict = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    rooms: set = field(default_factory=set)
+    """Requests that there are."""
+    failed: frozenset | None = None
+    """Those that failed when the last server was lost."""
     told: list = field(default_factory=list)
     """Of requests that were given up: (room, ports of the ranks, reason, whether they understand our messages)."""
     dropped: int = 0
@@ -212,8 +216,11 @@ class Tables:
         self.dropped += 1
         self.adopted.pop(address, None)
 
-    def hetero_lost(self, address, reason):
-        self.lost[address] = reason
+    def hetero_rooms(self, address):
+        return frozenset(self.rooms)
+
+    def hetero_lost(self, address, reason, rooms=None):
+        self.lost[address], self.failed = reason, rooms
         self.adopted.pop(address, None)
 
     def hetero_give_up(self, room, ranks, reason, *, capable):

@@ -169,6 +169,24 @@ def test_a_control_service_of_a_new_process_with_the_same_ranks(world):
         server.end()
 
 
+def test_a_request_that_comes_while_a_server_is_asked_is_not_lost_with_it(world):
+    """Its successor may be about to listen, and the request is for that one."""
+    server = PrefillServer(free_port())
+    world.knows(server)
+    world.tables.rooms = {1}
+    find = world.peers.find
+
+    def while_asked(address):
+        error = find(address)
+        world.tables.rooms.add(2)
+        return error
+
+    world.peers.find = while_asked
+    server.end()
+    until(lambda: world.tables.lost)
+    assert world.tables.failed == frozenset({1})
+
+
 def test_a_server_that_only_stands_still_is_not_lost(world, monkeypatch, caplog):
     """It cannot be told from one that is stopped: its port takes connections, nobody answers."""
     monkeypatch.setattr(liveness_module, "SILENT_SECONDS", 0.2)
@@ -246,11 +264,11 @@ def test_a_successor_is_not_lost_with_the_former_one(world):
         world.knows(server)
         (former,) = world.peers.servers()
         assert world.peers.find(server.address) is None
-        world.liveness._lost(former, "has ended: a test")
+        world.liveness._lost(former, "has ended: a test", frozenset())
         assert world.tables.lost == {}
         assert world.peers.path(server.address)
         (known,) = world.peers.servers()
-        world.liveness._lost(known, "has ended: a test")
+        world.liveness._lost(known, "has ended: a test", frozenset())
         assert world.tables.lost == {server.address: f"prefill at {server.address} has ended: a test"}
     finally:
         server.end()

@@ -27,7 +27,7 @@ class Upstream:
 
     def _handle_node_failure(self, address):
         self.ended.append(address)
-        self.failure_records.update(dict.fromkeys(self.addr_to_rooms_tracker[address], "SGLang's reason"))
+        self.failure_records.update(dict.fromkeys(self.addr_to_rooms_tracker.pop(address), "SGLang's reason"))
 
 
 class Manager(ManagerMixin, Upstream):
@@ -67,6 +67,19 @@ def test_a_room_that_is_entered_while_a_server_is_dropped_is_found():
     rooms.add(7)
     manager.hetero_lost(ADDRESS, "it has ended")
     assert manager.failure_records == {7: "it has ended"}
+
+
+def test_requests_that_came_later_are_not_lost_with_a_server():
+    manager = Manager()
+    rooms = manager.addr_to_rooms_tracker[ADDRESS]
+    rooms.add(7)
+    there = manager.hetero_rooms(ADDRESS)
+    rooms.add(8)
+    manager.hetero_lost(ADDRESS, "it has ended", there)
+    assert manager.failure_records == {7: "it has ended"}
+    assert manager.addr_to_rooms_tracker[ADDRESS] is rooms and rooms == {8}
+    manager.hetero_lost(ADDRESS, "its successor has, too", manager.hetero_rooms(ADDRESS))
+    assert manager.failure_records == {7: "it has ended", 8: "its successor has, too"}
 
 
 def test_whoever_is_told_that_a_request_is_given_up_is_named_if_known():
