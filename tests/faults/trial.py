@@ -246,6 +246,8 @@ class Trial:
             until(lambda: not left(), lambda: "", 0.0 if self._leaked else seconds)
         except HarnessTimeout:
             self._leaked += [f"{each} (after {seconds:.0f} s)" for each in left()]
+            for rank, doubts in zip(self.pair.running, call_all(self.pair.running, "doubts"), strict=True):
+                self._leaked += [f"{rank.name} keeps {doubt}" for doubt in doubts]
 
 
 def brief(error: Exception) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hetero.transfer.engine.mooncake import refuses_connections
+
 from . import expectation, scheduler
 from .expectation import Placement
 from .oracle import Bits, Component
@@ -146,6 +148,23 @@ class Rank:
         if not hasattr(self.manager, "hetero_state"):
             return []
         return [str(problem) for problem in self.manager.hetero_integrity()]
+
+    def doubts(self) -> list[str]:
+        """Whom a decode rank of ours keeps units for, and which of that process's ports somebody listens on."""
+        side = getattr(self.manager, "hetero_decode", None)
+        if side is None:
+            return []
+        awaited = side.awaited()
+        return [
+            f"{doubt}; "
+            + ", ".join(
+                f"{port} of {writer.incarnation} {'refuses' if refuses_connections(port) else 'is open'}"
+                for writer in doubt.writers
+                if writer.incarnation in awaited
+                for port in (awaited[writer.incarnation].session, str(awaited[writer.incarnation].endpoint))
+            )
+            for doubt in side.doubts()
+        ]
 
     def endpoint(self) -> tuple[str, int]:
         """Where this rank takes messages of its peers."""
