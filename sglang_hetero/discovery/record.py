@@ -221,8 +221,8 @@ def _read(data: bytes, kind: type[_T], limit: int, what: str) -> _T:
         version = msgspec.json.decode(data, type=_Version).version
         if version != VERSION:
             raise RecordError(
-                f"{what} has version {shorten(version)}, this release reads version {VERSION}; install the same release of "
-                "sglang-hetero everywhere"
+                f"{what} has version {shorten(version)}, this release reads version {VERSION}; install the same "
+                "release of sglang-hetero everywhere"
             )
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, TypeError, OverflowError) as error:
