@@ -85,3 +85,7 @@ class RecordError(HeteroError):
 
 class DiscoveryError(HeteroError):
     """etcd cannot be reached or refuses; the text names the endpoint and the remedy."""
+
+
+class RouterError(HeteroError):
+    """A router cannot be started, or cannot be told which servers there are (docs/router.md)."""

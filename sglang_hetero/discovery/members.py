@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from sglang_hetero.errors import DiscoveryError, RecordError
+from sglang_hetero.layout.checks import shorten
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.transfer.worker import Worker
 
-from .record import Instance, clean_url
+from .etcd import MAX_INSTANCES, Change, Etcd, Listing
+from .record import Instance, clean_url, decode
+from .settings import EtcdOptions
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 15.0
+"""A watch that says nothing for so long is made anew, after all records are read: so an etcd that has gone without a
+word, or a machine between, is noticed by then."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 5.0
+"""Between two attempts while etcd is away; doubled each time."""
+JOIN_SECONDS = 5.0
+MAX_LOGGED = 1024
+"""Records that cannot be read of which it is remembered that the log has them."""
+NOT_READ = "etcd has not been read yet"
 
 
 class Members(Protocol):
@@ -58,3 +79,189 @@ def in_order(instances: Iterable[Instance]) -> tuple[Instance, ...]:
     """Sorted by role and URL; of several with the same role and URL the last one that is given."""
     by_url = {(one.role, one.url): one for one in instances}
     return tuple(by_url[key] for key in sorted(by_url))
+
+
+class EtcdMembers:
+    """The servers that have registered in etcd.
+
+    A thread reads all records, follows what changes, and begins anew whenever the watch ends. While etcd is away the
+    set stays as it was. When it is back, a server that is missing then stays for a lease longer: etcd may have lost
+    its data, and servers need a moment to register again. A record that cannot be read is left out.
+    """
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        *,
+        connect: Callable[[EtcdOptions], Etcd] = Etcd,
+        clock: Callable[[], float] = time.monotonic,
+        quiet: float = QUIET_SECONDS,
+        retry: float = RETRY_SECONDS,
+    ) -> None:
+        """Starts the thread and waits for nothing: see `wait`. connect, clock, quiet, retry: for tests."""
+        self._options, self._clock, self._quiet, self._retry = options, clock, quiet, retry
+        self._etcd = connect(options)
+        self._lock = threading.Lock()
+        self._records: dict[str, Instance] = {}
+        self._skipped: dict[str, str] = {}
+        """Why a record is left out, by key."""
+        self._leaving: dict[str, float] = {}
+        """When a record that is missing since etcd is back counts as gone, `clock`."""
+        self._logged: set[tuple[str, str]] = set()
+        self._callbacks: list[Callable[[], None]] = []
+        self._trouble = NOT_READ
+        self._was_away = False
+        self._more = ""
+        self._next_revision = 0
+        self._ready, self._closing = threading.Event(), threading.Event()
+        self.worker = Worker("hetero-members", self._run)
+
+    @property
+    def trouble(self) -> str:
+        """Why the set may be old, or lacks some; empty while all is well."""
+        with self._lock:
+            return self._trouble or self._more or self.worker.fault
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Records that are left out because they cannot be read: the reason by key."""
+        with self._lock:
+            return dict(self._skipped)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether etcd has been read once, after so many seconds at most."""
+        return self._ready.wait(seconds)
+
+    def snapshot(self) -> tuple[Instance, ...]:
+        """All servers, as far as is known."""
+        with self._lock:
+            return in_order(self._records.values())
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Have it called after each change, from this thread of ours."""
+        with self._lock:
+            self._callbacks.append(callback)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.worker.stop()
+        self._closing.set()
+        self._etcd.close()
+        if threading.current_thread() is not self.worker.thread:
+            self.worker.thread.join(JOIN_SECONDS)
+        with self._lock:
+            self._callbacks.clear()
+
+    # The thread.
+
+    def _run(self) -> None:
+        wait = self._retry
+        while not self._closing.is_set():
+            try:
+                self._read(self._etcd.read(f"{self._options.prefix}/"))
+                for changes in self._etcd.watch(f"{self._options.prefix}/", self._next_revision, self._patience()):
+                    wait = self._retry
+                    self._change(changes)
+                continue
+            except DiscoveryError as error:
+                self._away(str(error))
+            except Exception as error:
+                logger.exception("what etcd says cannot be followed; it is begun anew")
+                self._away(f"{type(error).__name__}: {error}")
+            self._closing.wait(wait * random.uniform(0.5, 1.0))  # not all routers at the same moment
+            wait = min(2 * wait, MAX_RETRY_SECONDS)
+
+    def _patience(self) -> float:
+        """How long to wait for a change: until a record that is missing is to be left out, at most."""
+        soonest = min(self._leaving.values(), default=None)
+        return self._quiet if soonest is None else max(0.05, min(self._quiet, soonest - self._clock()))
+
+    def _away(self, why: str) -> None:
+        if self._closing.is_set():
+            return
+        with self._lock:
+            first, self._was_away = not self._was_away, True
+            self._trouble = f"{why}; the {len(self._records)} servers that were known stay"
+        if first:
+            logger.warning("etcd is away: %s", self._trouble)
+
+    def _read(self, listing: Listing) -> None:
+        """Everything, at one moment."""
+        self._next_revision = listing.revision + 1
+        now = self._clock()
+        with self._lock:
+            before = dict(self._records)
+            missing = [key for key in self._records if key not in listing.records]
+            deadline = now + (self._options.lease if self._was_away else 0)
+            self._leaving = {key: self._leaving.get(key, deadline) for key in missing}
+            for key in [key for key, at in self._leaving.items() if at <= now]:
+                del self._leaving[key], self._records[key]
+            self._skipped = {}
+            for key, value in listing.records.items():
+                self._enter(key, value)
+            back, self._was_away, self._trouble = self._was_away, False, ""
+            self._more = f"etcd has more than {MAX_INSTANCES} records there" if listing.truncated else ""
+            after = dict(self._records)
+        if back:
+            logger.warning("etcd is back: %d servers", len(after))
+        self._ready.set()
+        self._tell(before, after)
+
+    def _change(self, changes: Iterable[Change]) -> None:
+        with self._lock:
+            before = dict(self._records)
+            for one in changes:
+                self._leaving.pop(one.key, None)
+                self._skipped.pop(one.key, None)
+                if one.value is None:
+                    self._records.pop(one.key, None)
+                elif one.key in self._records or len(self._records) + len(self._skipped) < MAX_INSTANCES:
+                    self._enter(one.key, one.value)
+                else:
+                    self._more = f"etcd has more than {MAX_INSTANCES} records there"
+            after = dict(self._records)
+        self._tell(before, after)
+
+    def _enter(self, key: str, value: bytes) -> None:
+        """Take a record up, in the place of the one that was there. One that cannot be read leaves that one out, too:
+        whoever wrote it is not what it was."""
+        try:
+            self._records[key] = entered(self._options.prefix, key, value)
+        except RecordError as error:
+            self._records.pop(key, None)
+            self._skipped[key] = str(error)
+            if (key, str(error)) not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add((key, str(error)))
+                logger.warning("the record %s in etcd is left out: %s", shorten(key, 200), error)
+
+    def _tell(self, before: Mapping[str, Instance], after: Mapping[str, Instance]) -> None:
+        if before == after or self._closing.is_set():
+            return
+        for key in sorted(before.keys() | after.keys()):
+            old, new = before.get(key), after.get(key)
+            if old is None and new is not None:
+                logger.info("%s has registered (%s)", new.label, new.incarnation)
+            elif new is None and old is not None:
+                logger.info("%s is gone (%s)", old.label, old.incarnation)
+            elif old != new and new is not None:
+                logger.info("%s has registered anew (%s)", new.label, new.incarnation)
+        with self._lock:
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a callback on a change of servers has failed")
+
+
+def key_of(prefix: str, instance: Instance) -> str:
+    """Where a server's record lies: one place for each address, so that a restarted server takes its former one."""
+    return f"{prefix}/{instance.role}/{instance.url.partition('://')[2]}"
+
+
+def entered(prefix: str, key: str, value: bytes) -> Instance:
+    """The server whose record this is. Raises RecordError, also where it lies under a key that is not its own."""
+    found = decode(value)
+    if key_of(prefix, found) != key:
+        raise RecordError(f"it is that of {found.label}, which belongs under {key_of(prefix, found)}")
+    return found

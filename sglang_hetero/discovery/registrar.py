@@ -1,0 +1,200 @@
+"""Keeps one server's record in etcd: writes it when the server serves, renews its lease, and writes it again whenever
+it is gone. A thread of its own, which nothing that etcd does ends."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from sglang_hetero.errors import DiscoveryError, RecordError
+from sglang_hetero.transfer.worker import Worker
+
+from .etcd import Etcd, LeaseGone
+from .members import entered, key_of
+from .record import Instance, encode
+from .settings import EtcdOptions
+
+logger = logging.getLogger(__name__)
+
+HEALTH_SECONDS = 1.0
+"""Between two looks whether the server serves."""
+RENEWALS = 3
+"""Per lease: two may fail."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 5.0
+"""Between two attempts while etcd is away; doubled each time."""
+LEAVE_SECONDS = 4.0
+"""How long the end of a process waits for its record to be taken away. If it is not, it goes with its lease."""
+
+
+class Standing(StrEnum):
+    """What the registrar is about."""
+
+    WAITING = "waiting"
+    """The server does not serve yet."""
+    REGISTERED = "registered"
+    AWAY = "away"
+    """etcd cannot be reached or refuses; it is tried again."""
+    DISPLACED = "displaced"
+    """Another server has registered under this one's URL since."""
+    LEFT = "left"
+    """The server is being stopped."""
+
+
+class Registration(msgspec.Struct, kw_only=True):
+    """What `/hetero/state` tells of it. since: seconds since 1970. trouble: what is wrong, empty if nothing is."""
+
+    standing: str
+    key: str = ""
+    etcd: str = ""
+    since: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What is registered. serves: whether the server answers, asked until it does. describe: its record, once it
+    serves; both are called from the registrar's thread and may raise DiscoveryError to be asked again."""
+
+    serves: Callable[[], bool]
+    describe: Callable[[], Instance]
+
+
+class Registrar:
+    """The thread. Everything may be called from any thread."""
+
+    def __init__(
+        self,
+        options: EtcdOptions,
+        server: Server,
+        *,
+        connect: Callable[[EtcdOptions], Etcd] = Etcd,
+        health: float = HEALTH_SECONDS,
+        retry: float = RETRY_SECONDS,
+    ) -> None:
+        """Starts it and waits for nothing. connect, health, retry: for tests."""
+        self._options, self._server, self._health, self._retry = options, server, health, retry
+        self._etcd = connect(options)
+        self._lock = threading.Lock()
+        self._instance: Instance | None = None
+        self._lease: int | None = None
+        self._holder: int | None = None
+        """The lease that the record was last written with."""
+        self._written = False
+        """Whether the record has been written since this process started."""
+        self._leaving = threading.Event()
+        self._now = Registration(standing=Standing.WAITING, etcd=self._etcd.endpoint, since=time.time())
+        self.worker = Worker("hetero-registrar", self._run)
+
+    @property
+    def registration(self) -> Registration:
+        """How it stands."""
+        with self._lock:
+            found = msgspec.structs.replace(self._now)
+        found.trouble = found.trouble or self.worker.fault
+        return found
+
+    def leave(self) -> None:
+        """Take the record away, now: the server takes no new requests any more. Does not wait."""
+        self.worker.stop()
+        self._leaving.set()
+
+    def close(self, seconds: float = LEAVE_SECONDS) -> None:
+        """The same, and wait until it is done, so long at most."""
+        self.leave()
+        if threading.current_thread() is not self.worker.thread:
+            self.worker.thread.join(seconds)
+
+    # The thread.
+
+    def _run(self) -> None:
+        wait = self._retry
+        while not self._leaving.is_set():
+            try:
+                pause = self._step()
+                wait = self._retry
+            except DiscoveryError as error:
+                self._stand(Standing.AWAY if self._instance else Standing.WAITING, str(error))
+                pause, wait = wait * random.uniform(0.5, 1.0), min(2 * wait, MAX_RETRY_SECONDS)
+            except Exception as error:
+                # An error of ours must not take the server out of the fleet for good.
+                self._stand(Standing.AWAY, f"{type(error).__name__}: {error}", traceback=True)
+                pause, wait = wait, min(2 * wait, MAX_RETRY_SECONDS)
+            self._leaving.wait(pause)
+        self._leave()
+
+    def _step(self) -> float:
+        """One thing to be done. Returns seconds until the next one."""
+        if self._instance is None:
+            if not self._server.serves():
+                return self._health
+            self._instance = self._server.describe()
+        key = key_of(self._options.prefix, self._instance)
+        if self._lease is None:
+            self._lease = self._etcd.grant(self._options.lease)
+        try:
+            self._etcd.keep_alive(self._lease)
+            found = self._etcd.get(key) if self._written else None
+            if self._another(key, found, self._instance):
+                return self._options.lease / RENEWALS
+            if found != encode(self._instance) or self._holder != self._lease:
+                self._etcd.put(key, encode(self._instance), self._lease)
+            self._written, self._holder = True, self._lease
+        except LeaseGone:
+            self._lease = None
+            logger.warning("etcd has ended the lease of %s; it registers anew", self._instance.label)
+            return 0.0
+        self._stand(Standing.REGISTERED)
+        return self._options.lease / RENEWALS
+
+    def _another(self, key: str, found: bytes | None, here: Instance) -> bool:
+        """Whether the record there is that of another server, which is then left alone: whoever came last is right."""
+        if found is None:
+            return False
+        try:
+            other = entered(self._options.prefix, key, found)
+        except RecordError:
+            return False  # whoever wrote that, it serves nobody
+        if other.incarnation == here.incarnation:
+            return False
+        self._stand(
+            Standing.DISPLACED,
+            f"another server has registered as {here.label} since ({other.incarnation}): give each one a URL of its "
+            "own with SGLANG_HETERO_ADVERTISE_URL; this one registers again when that record is gone",
+        )
+        return True
+
+    def _leave(self) -> None:
+        """With its lease goes the record, if it is still this server's."""
+        try:
+            if self._lease is not None:
+                self._etcd.revoke(self._lease)
+            self._stand(Standing.LEFT)
+        except DiscoveryError as error:
+            self._stand(Standing.LEFT, f"the record stays until its lease ends: {error}")
+        finally:
+            self._etcd.close()
+
+    def _stand(self, standing: Standing, trouble: str = "", *, traceback: bool = False) -> None:
+        """Note it, and log what is new."""
+        with self._lock:
+            before = self._now
+            key = "" if self._instance is None else key_of(self._options.prefix, self._instance)
+            same = before.standing == standing
+            self._now = Registration(
+                standing=standing,
+                key=key,
+                etcd=self._etcd.endpoint,
+                since=before.since if same else time.time(),
+                trouble=trouble,
+            )
+        if not same and not trouble:
+            logger.info("discovery: %s, %s in etcd at %s", standing, key or "no record", self._etcd.endpoint)
+        elif trouble and trouble != before.trouble:
+            logger.warning("discovery: %s: %s", standing, trouble, exc_info=traceback)

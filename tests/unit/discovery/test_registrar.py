@@ -1,0 +1,254 @@
+"""A server's record in a real etcd: written, kept, written again, and taken away."""
+
+import logging
+import signal
+import threading
+
+import pytest
+
+from sglang_hetero.discovery import etcd as etcd_module
+from sglang_hetero.discovery import registrar as registrar_module
+from sglang_hetero.discovery.etcd import Etcd
+from sglang_hetero.discovery.members import EtcdMembers, key_of
+from sglang_hetero.discovery.record import decode, encode
+from sglang_hetero.discovery.registrar import Registrar, Server, Standing
+from sglang_hetero.errors import DiscoveryError
+from tests.unit.discovery.etcd_server import free_port, until
+from tests.unit.discovery.servers import decode_server
+
+PREFIX = "/fleet"
+KEY = key_of(PREFIX, decode_server())
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch):
+    monkeypatch.setattr(etcd_module, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(registrar_module, "MAX_RETRY_SECONDS", 0.3)
+
+
+@pytest.fixture
+def register():
+    made = []
+
+    def start(options, instance=None, serves=lambda: True, **fields):
+        server = Server(serves, lambda: decode_server() if instance is None else instance)
+        one = Registrar(options, server, **{"retry": 0.05, "health": 0.02, **fields})
+        made.append(one)
+        return one
+
+    yield start
+    for one in made:
+        one.close(10)
+        assert not one.worker.thread.is_alive()
+        assert one.worker.fault == ""
+
+
+@pytest.fixture
+def look(etcd):
+    """The record, as it stands in etcd now."""
+    one = Etcd(etcd.options())
+
+    def found():
+        data = one.get(KEY)
+        return None if data is None else decode(data)
+
+    yield found
+    one.close()
+
+
+def stands(one, standing):
+    return lambda: one.registration.standing == standing
+
+
+def test_it_registers_when_the_server_serves_and_leaves_with_it(etcd, register, look):
+    up = threading.Event()
+    one = register(etcd.options(prefix=PREFIX), serves=up.is_set)
+    assert one.registration.standing == Standing.WAITING
+    assert look() is None
+    up.set()
+    until(stands(one, Standing.REGISTERED))
+    assert look() == decode_server()
+    told = one.registration
+    assert (told.key, told.etcd, told.trouble) == (KEY, etcd.url, "")
+    one.close()
+    assert look() is None
+    assert one.registration.standing == Standing.LEFT
+
+
+def test_it_stays_beyond_its_lease(etcd, register, look):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    before = one._lease
+    done = threading.Event()
+    assert not done.wait(4.5)  # the lease has 3 s
+    assert look() == decode_server() and one._lease == before
+
+
+def test_a_process_that_is_killed_goes_with_its_lease(etcd, register, look):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    one._etcd.keep_alive = one._etcd.revoke = lambda lease: None  # as if it were not there any more
+    until(lambda: look() is None)
+    until(lambda: look() == decode_server())  # and this one is, after all
+
+
+def test_a_lost_lease_is_replaced(etcd, register, look):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    other = Etcd(etcd.options())
+    other.revoke(one._lease)
+    assert look() is None
+    until(lambda: look() == decode_server())
+    other.close()
+
+
+def test_a_record_that_is_removed_by_hand_is_written_again(etcd, register, look):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    etcd.ctl("del", KEY)
+    until(lambda: look() == decode_server())
+    etcd.ctl("put", KEY, "nonsense")
+    other = Etcd(etcd.options())
+    until(lambda: other.get(KEY) == encode(decode_server()))
+    other.close()
+    one.close()
+    assert look() is None  # so it was written with the lease
+
+
+def test_etcd_that_is_restarted_finds_it_again(etcd, register, look):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    etcd.kill()
+    until(stands(one, Standing.AWAY))
+    assert etcd.url in one.registration.trouble
+    etcd.start()
+    until(stands(one, Standing.REGISTERED))
+    assert look() == decode_server() and one.registration.trouble == ""
+
+
+def test_etcd_that_has_lost_everything_hears_it_again(etcd, register, look):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    etcd.kill()
+    etcd.empty()
+    etcd.start()
+    until(lambda: look() == decode_server())
+    until(stands(one, Standing.REGISTERED))
+
+
+def test_a_follower_does_not_miss_it_while_etcd_restarts(etcd, register):
+    """The two together, etcd losing everything between: no moment without the server."""
+    one = register(etcd.options(prefix=PREFIX))
+    members = EtcdMembers(etcd.options(prefix=PREFIX, lease=30), retry=0.05)
+    seen = []
+    members.subscribe(lambda: seen.append(members.snapshot()))
+    until(lambda: members.snapshot() == (decode_server(),))
+    for lose in (False, True):
+        etcd.kill()
+        until(lambda: members.trouble)
+        if lose:
+            etcd.empty()
+        etcd.start()
+        until(lambda: not members.trouble)
+        until(stands(one, Standing.REGISTERED))
+    assert members.snapshot() == (decode_server(),)
+    assert () not in seen
+    one.close()
+    until(lambda: members.snapshot() == ())
+    members.close()
+
+
+def test_it_begins_while_etcd_is_away(etcd, register, look):
+    etcd.kill()
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.AWAY))
+    etcd.start()
+    until(lambda: look() == decode_server())
+
+
+def test_it_uses_the_endpoint_that_answers(etcd, register, look):
+    nobody = f"127.0.0.1:{free_port()}"
+    one = register(etcd.options(prefix=PREFIX, endpoints=(nobody, etcd.address)))
+    until(stands(one, Standing.REGISTERED))
+    assert one.registration.etcd == etcd.url and look() == decode_server()
+
+
+def test_a_restarted_server_takes_its_formers_place_at_once(etcd, register, look):
+    former = register(etcd.options(prefix=PREFIX, lease=3600))
+    until(stands(former, Standing.REGISTERED))
+    former._etcd.revoke = lambda lease: None  # it was killed: its lease goes on
+    former.close()
+    one = register(etcd.options(prefix=PREFIX), decode_server(incarnation="second"))
+    until(stands(one, Standing.REGISTERED))
+    assert look() == decode_server(incarnation="second")
+    other = Etcd(etcd.options())
+    other.revoke(former._lease)  # and what ends with it is not the new record
+    assert look() == decode_server(incarnation="second")
+    other.close()
+
+
+def test_of_two_with_one_url_the_newer_one_stays_and_the_older_says_so(etcd, register, look):
+    older = register(etcd.options(prefix=PREFIX))
+    until(stands(older, Standing.REGISTERED))
+    newer = register(etcd.options(prefix=PREFIX), decode_server(incarnation="second"))
+    until(stands(older, Standing.DISPLACED))
+    assert "SGLANG_HETERO_ADVERTISE_URL" in older.registration.trouble
+    assert look().incarnation == "second"
+    newer.close()
+    until(lambda: look() == decode_server())
+    until(stands(older, Standing.REGISTERED))
+    assert older.registration.trouble == ""
+
+
+def test_the_older_one_leaves_the_newer_ones_record_where_it_is(etcd, register, look):
+    older = register(etcd.options(prefix=PREFIX))
+    until(stands(older, Standing.REGISTERED))
+    newer = register(etcd.options(prefix=PREFIX), decode_server(incarnation="second"))
+    until(stands(newer, Standing.REGISTERED))
+    older.close()
+    assert look().incarnation == "second"
+
+
+def test_the_end_does_not_wait_for_an_etcd_that_is_away(etcd, register):
+    one = register(etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    etcd.process.send_signal(signal.SIGSTOP)
+    one.close(10)
+    assert one.registration.standing == Standing.LEFT
+    assert "the record stays until its lease ends" in one.registration.trouble
+    etcd.process.send_signal(signal.SIGCONT)
+
+
+def test_a_server_that_cannot_say_what_it_is_is_asked_again(etcd, register, look):
+    said = iter([DiscoveryError("its ranks have not reported yet"), ZeroDivisionError("ours"), None])
+
+    def describe():
+        error = next(said)
+        if error is not None:
+            raise error
+        return decode_server()
+
+    one = Registrar(etcd.options(prefix=PREFIX), Server(lambda: True, describe), retry=0.05)
+    until(stands(one, Standing.REGISTERED))
+    assert look() == decode_server()
+    one.close()
+
+
+def test_each_trouble_is_logged_once(etcd, register, caplog):
+    with caplog.at_level(logging.INFO):
+        one = register(etcd.options(prefix=PREFIX))
+        until(stands(one, Standing.REGISTERED))
+        etcd.kill()
+        until(stands(one, Standing.AWAY))
+        tried = []
+        alive = one._etcd.keep_alive
+        one._etcd.keep_alive = lambda lease: tried.append(lease) or alive(lease)
+        until(lambda: len(tried) > 3)
+        etcd.start()
+        until(stands(one, Standing.REGISTERED))
+    told = [record.getMessage() for record in caplog.records if record.name == registrar_module.__name__]
+    assert [text for text in told if "registered" in text] == [
+        f"discovery: registered, {KEY} in etcd at {etcd.url}"
+    ] * 2
+    away = [text for text in told if "away" in text]
+    assert len(away) == len(set(away)) <= 3
