@@ -26,7 +26,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "sglang_hetero:router_requests",
-            "Requests that have ended, by route and HTTP status. 499: the client went away. A stream that broke off after "
+            "Requests that have ended, by route and HTTP status. 499: the client went away. One that broke off after "
             "its first token counts as 200, and in router_streams_broken",
             ("route", "status"),
             registry=self.registry,
