@@ -318,7 +318,7 @@ class Fleet:
         return any(tier == 0 for _, _, tier in self._usable())
 
     def _usable(self) -> list[tuple[Server, Server, int]]:
-        """Pairs that fit and may be used, with the worse tier of the two."""
+        """Pairs that fit and may be used, with the tiers of both added up: 0 if both are healthy."""
         found = []
         for (one, other), verdict in self._verdicts.items():
             if verdict.fit is not Fit.YES:
@@ -328,7 +328,7 @@ class Fleet:
                 continue
             tiers = prefill.health.tier, decode.health.tier
             if tiers[0] is not None and tiers[1] is not None:
-                found.append((prefill, decode, max(tiers[0], tiers[1])))
+                found.append((prefill, decode, tiers[0] + tiers[1]))
         return found
 
     def take(self, prompt: int, new: int, avoid: dict[Key, int]) -> Lease:

@@ -33,9 +33,8 @@ from .metrics import CLIENT_LEFT, Metrics
 
 logger = logging.getLogger(__name__)
 
-OTHER_SIDE_SECONDS = 1.0
-"""When one server says that a request failed, how long the other one has to say the true cause: whose process is gone
-is known by its connection, at once."""
+FAREWELL_SECONDS = 1.0
+"""To tell a client that its time is over; one that does not read is not told."""
 PREFILL_SECONDS = 30.0
 """How long prefill's answer is waited for when decode has begun or ended: it has nothing left to do but to send it."""
 RETRY_AFTER = "1"
@@ -45,13 +44,16 @@ RETRY_AFTER = "1"
 @dataclass(frozen=True)
 class Settings:
     """seconds: for a request from its arrival to its end. retries: attempts beyond the first. pause: seconds before the
-    first retry, half as long again before each further one. idle: most seconds between two pieces of a stream."""
+    first retry, half as long again before each further one. idle: most seconds between two pieces of a stream. grace:
+    seconds that the other server has to say the true cause when one says that a request failed; if its process is gone,
+    its connection says so at once."""
 
     seconds: float = 1800.0
     retries: int = 5
     pause: float = 0.05
     max_pause: float = 5.0
     idle: float = 300.0
+    grace: float = 1.0
 
 
 class Gone(Exception):
@@ -316,8 +318,8 @@ class _Request:
             return answer.result()
         # Let the other one speak, unless it is clear already.
         other = before if failed.server is lease.decode else answer
-        if failed.kind != LOST:
-            await asyncio.wait({other}, timeout=OTHER_SIDE_SECONDS)
+        if failed.kind != LOST and failed.failure.blame:
+            await asyncio.wait({other}, timeout=self._settings.grace)
         told = _broken(other)
         if other is answer and answer.done() and told is None:
             return answer.result()  # what failed on prefill came after the hand-over
@@ -357,6 +359,8 @@ class _Request:
         """End what is under way. Where decode has answered, prefill may finish."""
         if handed_over and not before.done():
             self._proxy.finish_later(before, prefill, lease)
+        elif handed_over and _broken(before) is None:
+            self._fleet.succeeded(lease.prefill)
         else:
             before.cancel()
             prefill.close()
@@ -402,7 +406,7 @@ class _Request:
         self._metrics.broken.labels(self._path).inc()
         # A client that does not read must not keep this here, either.
         with suppress(TimeoutError, Gone):
-            async with asyncio.timeout(OTHER_SIDE_SECONDS):
+            async with asyncio.timeout(FAREWELL_SECONDS):
                 await _write(self._out, error_event(HTTPStatus.GATEWAY_TIMEOUT, text))
                 await _end(self._out)
         return self._out

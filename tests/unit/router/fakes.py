@@ -104,7 +104,7 @@ class Call:
 
 
 class FakeServer:
-    """One server. `script` is called with each request and may answer it at once; else the test takes it from `calls`."""
+    """One server. `script` is called with each request and may answer at once; else the test takes it from `calls`."""
 
     def __init__(
         self,
@@ -119,6 +119,14 @@ class FakeServer:
         self.others: list[tuple[str, str, Any]] = []
         """Method, path and headers of everything else."""
         self.health = 200
+        info = {"role": role, "internal_states": [{"last_gen_throughput": 7.0}]}
+        self.answers: dict[str, Any] = {
+            "/v1/models": {"object": "list", "data": [{"id": "tiny"}]},
+            "/model_info": info,
+            "/server_info": info,
+            "/flush_cache": "Cache flushed.\n",
+            "/health_generate": "",
+        }
         self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -161,13 +169,10 @@ class FakeServer:
                 return web.Response(body=encode_description(self.description), content_type="application/json")
             except RecordError as error:
                 return web.Response(status=500, text=str(error))
-        if request.path == "/v1/models":
-            return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
-        if request.path in ("/server_info", "/model_info", "/get_model_info"):
-            return web.json_response({"port": self.port, "internal_states": [{"last_gen_throughput": 7.0}]})
-        if request.path in ("/flush_cache", "/health_generate"):
-            return web.Response(text="Cache flushed.\n")
-        return web.Response(status=404)
+        said = self.answers.get(request.path)
+        if said is None:
+            return web.Response(status=404)
+        return web.Response(text=said) if isinstance(said, str) else web.json_response(said)
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
         call = Call(request.path, await request.json(), request.headers.copy())
@@ -259,7 +264,7 @@ class Stand:
 
 def options(**changes: Any) -> Options:
     """Quick ones, for tests."""
-    settings = {"seconds": LIMIT, "retries": 3, "pause": 0.001, "idle": LIMIT}
+    settings = {"seconds": LIMIT, "retries": 3, "pause": 0.001, "idle": LIMIT, "grace": 0.05}
     settings.update({name: changes.pop(name) for name in list(changes) if name in settings})
     limits = changes.pop("limits", Limits(interval=60.0, backoff=0.05, max_backoff=0.2))
     return Options(Settings(**settings), limits, probe_seconds=LIMIT, **changes)

@@ -289,7 +289,7 @@ def test_a_client_that_reads_slowly_does_not_fill_the_router() -> None:
     async def test() -> None:
         prefill, decode = pair()
         async with standing(prefill, decode) as stand:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(stand.url.rsplit(":", 1)[1]), limit=1 << 12)
+            _, writer = await asyncio.open_connection("127.0.0.1", int(stand.url.rsplit(":", 1)[1]), limit=1 << 12)
             data = json.dumps(BODY).encode()
             head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
             writer.write(head + data)
