@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from sglang_hetero.errors import DiscoveryError, RecordError
+from sglang_hetero.state.report import Discovery
 from sglang_hetero.transfer.worker import Worker
 
 from .etcd import Etcd, LeaseGone
@@ -45,16 +46,6 @@ class Standing(StrEnum):
     """Another server has registered under this one's URL since."""
     LEFT = "left"
     """The server is being stopped."""
-
-
-class Registration(msgspec.Struct, kw_only=True):
-    """What `/hetero/state` tells of it. since: seconds since 1970. trouble: what is wrong, empty if nothing is."""
-
-    standing: str
-    key: str = ""
-    etcd: str = ""
-    since: float = 0.0
-    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,11 +80,11 @@ class Registrar:
         self._written = False
         """Whether the record has been written since this process started."""
         self._leaving = threading.Event()
-        self._now = Registration(standing=Standing.WAITING, etcd=self._etcd.endpoint, since=time.time())
+        self._now = Discovery(standing=Standing.WAITING, etcd=self._etcd.endpoint, since=time.time())
         self.worker = Worker("hetero-registrar", self._run)
 
     @property
-    def registration(self) -> Registration:
+    def registration(self) -> Discovery:
         """How it stands."""
         with self._lock:
             found = msgspec.structs.replace(self._now)
@@ -176,6 +167,8 @@ class Registrar:
             if self._lease is not None:
                 self._etcd.revoke(self._lease)
             self._stand(Standing.LEFT)
+        except LeaseGone:
+            self._stand(Standing.LEFT)  # the record went with it
         except DiscoveryError as error:
             self._stand(Standing.LEFT, f"the record stays until its lease ends: {error}")
         finally:
@@ -187,7 +180,7 @@ class Registrar:
             before = self._now
             key = "" if self._instance is None else key_of(self._options.prefix, self._instance)
             same = before.standing == standing
-            self._now = Registration(
+            self._now = Discovery(
                 standing=standing,
                 key=key,
                 etcd=self._etcd.endpoint,

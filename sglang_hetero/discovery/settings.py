@@ -67,6 +67,14 @@ def parse_file(text: str) -> str:
     return text
 
 
+def parse_url(text: str) -> str:
+    """Of a server, as records have it. Raises ValueError."""
+    try:
+        return clean_url(text)
+    except RecordError as error:
+        raise ValueError(str(error)) from None
+
+
 def parse_lease(text: str) -> int:
     """Seconds. Raises ValueError."""
     value = int(text) if text.isascii() and text.isdigit() else 0

@@ -13,9 +13,16 @@ def etcd(tmp_path):
     server.kill()
 
 
-@pytest.fixture(scope="module")
-def shared_etcd(tmp_path_factory):
-    """One for a module whose tests keep apart by prefix."""
+@pytest.fixture(scope="session")
+def running_etcd(tmp_path_factory):
+    """One for all tests that leave it running."""
     server = EtcdServer(tmp_path_factory.mktemp("etcd"))
     yield server
     server.kill()
+
+
+@pytest.fixture
+def shared_etcd(running_etcd):
+    """That one, without a record of a former test."""
+    running_etcd.ctl("del", "--prefix", "/")
+    return running_etcd

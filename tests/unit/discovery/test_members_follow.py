@@ -58,10 +58,10 @@ class Hand:
         self.etcd.put(key, data, self.lease)
 
 
-def test_servers_come_change_and_go(etcd, follow):
-    hand = Hand(etcd)
+def test_servers_come_change_and_go(shared_etcd, follow):
+    hand = Hand(shared_etcd)
     hand.put(decode_server())
-    one = follow(etcd.options(prefix=PREFIX))
+    one = follow(shared_etcd.options(prefix=PREFIX))
     assert one.wait(10) and one.trouble == ""
     assert one.snapshot() == (decode_server(),)
     hand.put(prefill_server())
@@ -74,12 +74,12 @@ def test_servers_come_change_and_go(etcd, follow):
     assert (decode_server(), prefill_server()) in one.heard
 
 
-def test_a_server_whose_lease_ends_is_gone(etcd, follow):
-    hand = Hand(etcd)
+def test_a_server_whose_lease_ends_is_gone(shared_etcd, follow):
+    hand = Hand(shared_etcd)
     hand.lease = hand.etcd.grant(1)
-    one = follow(etcd.options(prefix=PREFIX))
+    one = follow(shared_etcd.options(prefix=PREFIX))
     hand.put(decode_server())
-    until(lambda: one.snapshot())
+    until(one.snapshot)
     until(lambda: not one.snapshot())
     assert one.trouble == ""
 
@@ -88,7 +88,7 @@ def test_while_etcd_is_down_nobody_goes_and_afterwards_it_goes_on(etcd, follow, 
     hand = Hand(etcd)
     hand.put(decode_server())
     one = follow(etcd.options(prefix=PREFIX))
-    until(lambda: one.snapshot())
+    until(one.snapshot)
     with caplog.at_level(logging.WARNING):
         etcd.kill()
         until(lambda: one.trouble)
@@ -107,7 +107,7 @@ def test_while_etcd_is_down_nobody_goes_and_afterwards_it_goes_on(etcd, follow, 
 def test_etcd_without_a_word_is_noticed(etcd, follow):
     Hand(etcd).put(decode_server())
     one = follow(etcd.options(prefix=PREFIX), quiet=0.3)
-    until(lambda: one.snapshot())
+    until(one.snapshot)
     etcd.process.send_signal(signal.SIGSTOP)
     until(lambda: one.trouble)
     assert one.snapshot() == (decode_server(),)
@@ -139,15 +139,15 @@ def test_who_is_missing_after_etcd_was_away_stays_for_a_lease(etcd, follow):
     assert all(prefill_server() in heard for heard in one.heard[1:])
 
 
-def test_a_watch_goes_on_behind_a_compaction(etcd, follow):
+def test_a_watch_goes_on_behind_a_compaction(shared_etcd, follow):
     """While etcd is stopped for this router only, history goes on and is thrown away."""
-    hand = Hand(etcd)
+    hand = Hand(shared_etcd)
     hand.put(decode_server())
-    one = follow(etcd.options(prefix=PREFIX), quiet=600.0, connect=Lagging)
+    one = follow(shared_etcd.options(prefix=PREFIX), quiet=600.0, connect=Lagging)
     assert one.wait(10)
     for number in range(5):
         hand.put(prefill_server(incarnation=str(number)))
-    etcd.ctl("compaction", str(hand.etcd.read("/").revision))
+    shared_etcd.ctl("compaction", str(hand.etcd.read("/").revision))
     Lagging.go.set()
     until(lambda: prefill_server(incarnation="4") in one.snapshot())
     assert one.trouble == ""
@@ -173,12 +173,12 @@ BAD = {
 }
 
 
-def test_records_that_cannot_be_read_are_left_out_and_logged_once(etcd, follow, caplog):
-    hand = Hand(etcd)
+def test_records_that_cannot_be_read_are_left_out_and_logged_once(shared_etcd, follow, caplog):
+    hand = Hand(shared_etcd)
     with caplog.at_level(logging.WARNING):
         for key, data in list(BAD.items())[:3]:
             hand.put_bytes(key, data)
-        one = follow(etcd.options(prefix=PREFIX), quiet=0.1)
+        one = follow(shared_etcd.options(prefix=PREFIX), quiet=0.1)
         assert one.wait(10)
         for key, data in list(BAD.items())[3:]:
             hand.put_bytes(key, data)
@@ -196,36 +196,36 @@ def test_records_that_cannot_be_read_are_left_out_and_logged_once(etcd, follow, 
     assert "belongs under" in one.skipped[f"{PREFIX}/nobody"]
 
 
-def test_a_good_record_that_is_overwritten_with_a_bad_one_is_out(etcd, follow):
-    hand = Hand(etcd)
+def test_a_good_record_that_is_overwritten_with_a_bad_one_is_out(shared_etcd, follow):
+    hand = Hand(shared_etcd)
     hand.put(decode_server())
-    one = follow(etcd.options(prefix=PREFIX))
-    until(lambda: one.snapshot())
+    one = follow(shared_etcd.options(prefix=PREFIX))
+    until(one.snapshot)
     hand.put_bytes(key_of(PREFIX, decode_server()), b"?")
     until(lambda: not one.snapshot())
     hand.put(decode_server())
-    until(lambda: one.snapshot())
+    until(one.snapshot)
     assert one.skipped == {}
 
 
-def test_too_many_records_are_said_to_be_there(etcd, follow, monkeypatch):
+def test_too_many_records_are_said_to_be_there(shared_etcd, follow, monkeypatch):
     for module in (etcd_module, members_module):
         monkeypatch.setattr(module, "MAX_INSTANCES", 2)
-    hand = Hand(etcd)
-    one = follow(etcd.options(prefix=PREFIX))
+    hand = Hand(shared_etcd)
+    one = follow(shared_etcd.options(prefix=PREFIX))
     assert one.wait(10)
     for number in range(3):
         hand.put(decode_server(url=f"http://10.0.0.{number}:1"))
     until(lambda: "more than 2 records" in one.trouble)
     assert len(one.snapshot()) == 2
-    late = follow(etcd.options(prefix=PREFIX))
+    late = follow(shared_etcd.options(prefix=PREFIX))
     until(lambda: "more than 2 records" in late.trouble)
     assert len(late.snapshot()) == 2
 
 
-def test_a_callback_that_fails_is_not_the_last_one(etcd, follow, caplog):
-    hand = Hand(etcd)
-    one = follow(etcd.options(prefix=PREFIX))
+def test_a_callback_that_fails_is_not_the_last_one(shared_etcd, follow, caplog):
+    hand = Hand(shared_etcd)
+    one = follow(shared_etcd.options(prefix=PREFIX))
     assert one.wait(10)
     one._callbacks.insert(0, lambda: 1 / 0)
     with caplog.at_level(logging.ERROR):
