@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -12,12 +11,11 @@ from typing import TYPE_CHECKING
 from sglang_hetero.errors import RouterError
 
 from . import source
+from .flags import KEY, LEVELS, count, log_to_stderr, positive, seconds
 
 if TYPE_CHECKING:
     from .app import Options
 
-KEY = "SGLANG_API_KEY"
-LEVELS = ("debug", "info", "warn", "error")
 POLICIES = "random, round_robin, least_tokens"
 EXAMPLES = """examples:
   sglang-hetero router --prefill http://10.0.0.1:30000 8998 --decode http://10.0.0.2:30000 --port 8000
@@ -55,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     routing.add_argument(
         "--retry-max-retries",
-        type=_count,
+        type=count,
         default=5,
         metavar="N",
         help="further attempts before the first token has gone to the client (default: %(default)s)",
@@ -64,39 +62,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     limits = parser.add_argument_group("limits")
     limits.add_argument(
         "--request-timeout-secs",
-        type=_seconds,
+        type=seconds,
         default=1800.0,
         metavar="S",
         help="for a request with all its attempts (default: %(default)g)",
     )
     limits.add_argument(
         "--stream-idle-timeout-secs",
-        type=_seconds,
+        type=seconds,
         default=300.0,
         metavar="S",
         help="between two pieces of a stream (default: %(default)g)",
     )
     limits.add_argument(
-        "--max-payload-size", type=_positive, default=512 << 20, metavar="BYTES", help="of a request (default: 512 MiB)"
+        "--max-payload-size", type=positive, default=512 << 20, metavar="BYTES", help="of a request (default: 512 MiB)"
     )
     health = parser.add_argument_group("health of servers")
     health.add_argument(
-        "--health-check-interval-secs", type=_seconds, default=10.0, metavar="S", help="default: %(default)g"
+        "--health-check-interval-secs", type=seconds, default=10.0, metavar="S", help="default: %(default)g"
     )
     health.add_argument(
-        "--health-check-timeout-secs", type=_seconds, default=25.0, metavar="S", help="default: %(default)g"
+        "--health-check-timeout-secs", type=seconds, default=25.0, metavar="S", help="default: %(default)g"
     )
     health.add_argument("--health-check-endpoint", default="/health", metavar="PATH", help="default: %(default)s")
     health.add_argument(
         "--health-failure-threshold",
-        type=_positive,
+        type=positive,
         default=3,
         metavar="N",
         help="in a row, until a server gets no requests (default: %(default)s)",
     )
     health.add_argument(
         "--health-success-threshold",
-        type=_positive,
+        type=positive,
         default=2,
         metavar="N",
         help="in a row, until it gets requests again (default: %(default)s)",
@@ -163,13 +161,6 @@ def options(arguments: argparse.Namespace) -> Options:
     )
 
 
-def log_to_stderr(level: str) -> None:
-    """What happens, a line each."""
-    logging.basicConfig(
-        level="WARNING" if level == "warn" else level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-
-
 async def until_stopped() -> None:
     """Return at the first SIGINT or SIGTERM."""
     stopped = asyncio.Event()
@@ -177,24 +168,3 @@ async def until_stopped() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return value

@@ -369,7 +369,8 @@ class Fleet:
         """Why there is no pair that may be used, for the client and for whoever runs this."""
         for side, flag in ((Side.PREFILL, "--prefill"), (Side.DECODE, "--decode")):
             if not self.of(side):
-                return f"the router knows no {side} server; start one that registers in etcd, or give it with {flag}"
+                trouble = f" ({self.trouble})" if self.trouble else ""
+                return f"the router knows no {side} server{trouble}; start one that registers in etcd, or give {flag}"
         ill = [server for server in self.servers if server.health.tier is None]
         fitting = [verdict for _, _, verdict in self.verdicts() if verdict.fit is Fit.YES]
         if not fitting:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="append",
         default=[],
-        metavar="URL [BOOTSTRAP_PORT]",
+        metavar=("URL", "BOOTSTRAP_PORT"),
         help="a prefill server and its --disaggregation-bootstrap-port; may be repeated. A server with this package "
         "tells its port itself",
     )
