@@ -19,6 +19,8 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
     from sglang_hetero.perf import command as trace
+    from sglang_hetero.router import command as router
+    from sglang_hetero.router import sync_command as sync_router
     from sglang_hetero.state import command as state
 
     parser = argparse.ArgumentParser(
@@ -34,6 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_parser(subparsers)
     state.add_parser(subparsers)
     instances.add_parser(subparsers)
+    router.add_parser(subparsers)
+    sync_router.add_parser(subparsers)
     models.add_parser(subparsers)
     cpu.add_parser(subparsers)
     return parser
