@@ -29,6 +29,7 @@ from sglang_hetero.state import folder
 from sglang_hetero.state.report import Discovery
 from sglang_hetero.transfer import messages
 
+from . import selfcheck
 from .classes import BACKENDS
 from .options import Mode, Options
 
@@ -225,10 +226,7 @@ def leave_at_sigterm(registrar: Any) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import selfcheck
-
-    module, name = SIGTERM_HANDLER.split(".SignalHandler.")
-    selfcheck.require((selfcheck.Symbol(module, f"SignalHandler.{name}", "signum frame"),))
+    selfcheck.require(selfcheck.SERVING)
 
     def around(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         registrar.leave()

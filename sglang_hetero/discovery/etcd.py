@@ -13,9 +13,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import requests
@@ -29,6 +30,8 @@ from .record import MAX_RECORD_BYTES
 from .settings import EtcdOptions
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 TIMEOUT_SECONDS = 3.0
 """For a connection, and for each piece of an answer; an etcd that is well takes milliseconds."""
@@ -101,7 +104,7 @@ class Etcd:
 
     def grant(self, seconds: int) -> int:
         """A new lease. Raises DiscoveryError."""
-        return self._ask(lambda client: client.lease(seconds).id)
+        return self._ask(lambda client: int(client.lease(seconds).id))
 
     def keep_alive(self, lease: int) -> None:
         """Renew a lease. Raises LeaseGone, or DiscoveryError."""
@@ -180,7 +183,7 @@ class Etcd:
             self._next()
             raise DiscoveryError(f"etcd at {self.endpoint} has ended the watch")
 
-    def _ask(self, question: Any) -> Any:
+    def _ask(self, question: Callable[[_Client], _T]) -> _T:
         """Put it to one endpoint after the other until one answers."""
         failures = []
         for _ in self._clients:
@@ -193,7 +196,7 @@ class Etcd:
                 self._next()
         raise DiscoveryError("; ".join(failures))
 
-    def _signed_in(self, question: Any) -> Any:
+    def _signed_in(self, question: Callable[[_Client], _T]) -> _T:
         client = self._clients[self._at]
         try:
             client.sign_in()
@@ -226,7 +229,8 @@ class _Client(Etcd3Client):
             session.verify = options.ca
         if options.cert is not None and options.key is not None:
             session.cert = (options.cert, options.key)
-        parts = requests.compat.urlparse(url)
+        parts = urlsplit(url)
+        assert parts.hostname is not None and parts.port is not None  # settings.parse_endpoints
         super().__init__(parts.hostname, parts.port, parts.scheme, api_path=API, session=session)
         self.url, self._options = url, options
 
