@@ -71,7 +71,7 @@ def make(members: Members, policy: Policy, options: Options) -> web.Application:
     app.router.add_get("/health", router.health)
     app.router.add_get("/health_generate", router.health_generate)
     app.router.add_get("/readiness", router.readiness)
-    app.router.add_get("/v1/models", router.first_prefill)
+    app.router.add_get("/v1/models", router.models)
     for path in MODEL_INFO_ROUTES:
         app.router.add_get(path, router.first_prefill)
     for path in SERVER_INFO_ROUTES:
@@ -163,9 +163,28 @@ class _Router:
         return web.Response(text=f"{len(servers)} servers: done\n")
 
     async def first_prefill(self, request: web.Request) -> web.Response:
-        """What the first prefill server that answers says; all serve the same model."""
-        wrong = []
+        """What the first prefill server that answers says."""
+        return await self._first(request, self._fleet.of(Side.PREFILL))
+
+    async def models(self, request: web.Request) -> web.Response:
+        """What prefill servers say, one of each model."""
+        by_model: dict[str, list[Server]] = {}
         for server in self._fleet.of(Side.PREFILL):
+            by_model.setdefault(server.instance.model, []).append(server)
+        answers = await asyncio.gather(*(self._first(request, servers) for servers in by_model.values()))
+        good = [one for one in answers if one.status == HTTPStatus.OK]
+        if len(answers) == 1 or not good:
+            return answers[0] if answers else await self._first(request, [])
+        try:
+            lists = [json.loads(one.body)["data"] for one in good]  # type: ignore[arg-type]
+            by_name = {entry["id"]: entry for entries in lists for entry in entries}
+        except (ValueError, KeyError, TypeError):
+            return refuse(HTTPStatus.BAD_GATEWAY, f"a server's answer to {request.path} is no list of models")
+        return web.json_response({"object": "list", "data": list(by_name.values())})
+
+    async def _first(self, request: web.Request, servers: list[Server]) -> web.Response:
+        wrong = []
+        for server in servers:
             try:
                 status, headers, data = await self._forward("GET", server, request, request.path_qs)
             except HeteroError as error:
@@ -277,10 +296,19 @@ def _allowed(request: web.Request, key: str | None) -> bool:
 
 
 async def serve(
-    app: web.Application, host: str, port: int, ready: Callable[[str], None], stop: Callable[[], Awaitable[Any]]
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    ready: Callable[[str], None],
+    stop: Callable[[], Awaitable[Any]],
+    grace: float,
 ) -> None:
-    """Serve until `stop` returns. ready: told the URL once requests are taken. Raises OSError for a busy port."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    """Serve until `stop` returns, and requests under way for `grace` seconds more.
+
+    ready: told the URL once requests are taken. Raises OSError for a busy port.
+    """
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=grace)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

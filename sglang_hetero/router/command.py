@@ -75,6 +75,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="between two pieces of a stream (default: %(default)g)",
     )
     limits.add_argument(
+        "--shutdown-grace-period-secs",
+        type=seconds,
+        default=180.0,
+        metavar="S",
+        help="for requests under way after SIGTERM; a second one ends them at once (default: %(default)g)",
+    )
+    limits.add_argument(
         "--max-payload-size", type=positive, default=512 << 20, metavar="BYTES", help="of a request (default: 512 MiB)"
     )
     health = parser.add_argument_group("health of servers")
@@ -127,7 +134,16 @@ def run(arguments: argparse.Namespace) -> int:
         made = app.make(members, chosen, options(arguments))
         host, port = arguments.host.strip("[]"), arguments.port
         try:
-            asyncio.run(app.serve(made, host, port, lambda url: print(f"READY {url}", flush=True), until_stopped))
+            asyncio.run(
+                app.serve(
+                    made,
+                    host,
+                    port,
+                    ready=lambda url: print(f"READY {url}", flush=True),
+                    stop=until_stopped,
+                    grace=arguments.shutdown_grace_period_secs,
+                )
+            )
         except OSError as error:
             raise RouterError(f"cannot listen on {host} port {port}: {error}; choose another --port") from None
     finally:
@@ -162,9 +178,11 @@ def options(arguments: argparse.Namespace) -> Options:
 
 
 async def until_stopped() -> None:
-    """Return at the first SIGINT or SIGTERM."""
+    """Return at the first SIGINT or SIGTERM. The second one ends the process at once."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     await stopped.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)

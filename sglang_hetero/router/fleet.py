@@ -331,12 +331,15 @@ class Fleet:
                 found.append((prefill, decode, tiers[0] + tiers[1]))
         return found
 
-    def take(self, prompt: int, new: int, avoid: dict[Key, int]) -> Lease:
+    def take(self, prompt: int, new: int, avoid: dict[Key, int], model: object = None) -> Lease:
         """A pair for a request of so many prompt and new tokens. avoid: what speaks against servers that it was tried
-        with. Raises NoPair with the reason and the remedy."""
+        with. model: the name that it asks for; one that no server has (`default`, an adapter's) may mean any of them.
+        Raises NoPair with the reason and the remedy."""
         usable = self._usable()
+        if any(server.instance.model == model for server in self._servers.values()):
+            usable = [pair for pair in usable if pair[0].instance.model in (model, "")]
         if not usable:
-            raise NoPair(self.why_none())
+            raise NoPair(self.why_none(model))
         ranked: dict[tuple[int, int], list[tuple[Server, Server]]] = {}
         for prefill, decode, tier in usable:
             against = avoid.get(prefill.key, 0) + avoid.get(decode.key, 0)
@@ -365,7 +368,7 @@ class Fleet:
             f"{server.label}: {server.health.cause}" for server in self.servers if server.health.tier != 0
         )
 
-    def why_none(self) -> str:
+    def why_none(self, model: object = None) -> str:
         """Why there is no pair that may be used, for the client and for whoever runs this."""
         for side, flag in ((Side.PREFILL, "--prefill"), (Side.DECODE, "--decode")):
             if not self.of(side):
@@ -376,5 +379,7 @@ class Fleet:
         if not fitting:
             reasons = [verdict.reason for _, _, verdict in self.verdicts()]
             return f"no prefill server fits a decode server: {reasons[0]}; GET /hetero/pairs has all reasons"
+        if self._usable():
+            return f"no pair of servers for model {model!r} is well, or fits; GET /hetero/pairs has the reasons"
         causes = "; ".join(f"{server.label}: {server.health.cause}" for server in ill)
         return f"no pair of servers is well: {causes}; they are asked again, see their logs"

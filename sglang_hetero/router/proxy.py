@@ -160,7 +160,7 @@ class _Request:
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
                 pause = min(pause * 1.5, self._settings.max_pause)
             try:
-                lease = self._fleet.take(self._prompt, self._new, self._avoid)
+                lease = self._fleet.take(self._prompt, self._new, self._avoid, self._body.get("model"))
             except NoPair as none:
                 return self._no_pair(none)
             self._now = lease

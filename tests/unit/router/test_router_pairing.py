@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_hetero.discovery.record import Description
-from sglang_hetero.errors import RecordError, TopologyError
+from sglang_hetero.errors import RecordError
 from sglang_hetero.layout import wire
 from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.manifest import Side
@@ -193,9 +193,3 @@ def test_a_server_of_the_other_role_and_manifests_that_are_none_are_refused() ->
         described(decode_server(), description())
     with pytest.raises(RecordError):
         described(prefill_server(), description(manifests=(b"SGHM nonsense",)))
-
-
-def test_plan_refuses_with_errors_of_ours_only_in_this_test() -> None:
-    with patch.object(pairing, "plan", side_effect=TopologyError("the rule; the remedy")):
-        verdict = Pairing().judge(prefill(), decode())
-    assert verdict.reason.endswith(": the rule; the remedy")

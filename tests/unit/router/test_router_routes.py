@@ -1,14 +1,13 @@
 """Everything of the router but streams: whole answers, batches, headers, who is asked what, and who is told what."""
 
 import asyncio
-import json
 
 import pytest
 
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.router.health import Limits
 from sglang_hetero.router.pairing import Unknown
-from tests.unit.router.fakes import Call, FakeServer, aborted, event, run, soon, standing, token, until
+from tests.unit.router.fakes import Call, FakeServer, aborted, run, soon, standing, token, until
 
 BODY = {"text": "What is a shard?", "sampling_params": {"max_new_tokens": 4}}
 
@@ -404,7 +403,3 @@ def test_a_policy_that_fails_does_not_fail_requests() -> None:
             assert (await stand.post("/generate", BODY))[0] == 200
 
     run(test)
-
-
-def test_an_event_of_a_stream_is_the_same_for_the_fake_and_for_the_client() -> None:
-    assert json.loads(event(token("a")).removeprefix(b"data: ")) == token("a")

@@ -16,7 +16,6 @@ import requests
 
 from sglang_hetero.errors import RouterError
 from sglang_hetero.layout.manifest import Side
-from sglang_hetero.router.sync import LABEL, spec
 from sglang_hetero.router.sync_command import Router, Sync
 from tests.unit.router.fakes import Changing, FakeServer, token
 
@@ -58,7 +57,7 @@ class RustRouter:
 
     def start(self) -> None:
         # It looks for tokenizers on the internet, where it has no business in a test.
-        nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
+        nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
         here = {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -164,9 +163,3 @@ def test_the_real_router_has_the_workers_that_there_are(tmp_path: Path) -> None:
                 thread.join(SECONDS)
             router.stop()
     assert thread is not None and not thread.is_alive()
-
-
-def test_a_label_is_what_a_worker_is_known_by() -> None:
-    assert spec(FakeServer(Side.PREFILL).instance.__class__(role=Side.DECODE, url="http://d:1"), "us", None)[
-        "labels"
-    ] == {LABEL: "us"}
