@@ -112,7 +112,7 @@ SETTINGS = (
         "SGLANG_HETERO_ETCD_PREFIX",
         "--etcd-prefix",
         parse_prefix,
-        f"steps like /team/fleet of letters, digits, `.`, `_` and `-`; at most {MAX_PREFIX} characters",
+        f"steps like /team/fleet of letters, digits, dots, hyphens and _; at most {MAX_PREFIX} characters",
         DEFAULT_PREFIX,
         "where the records of one fleet lie; two fleets in one etcd need two",
     ),
