@@ -62,7 +62,7 @@ class Options:
 
 def make(members: Members, policy: Policy, options: Options) -> web.Application:
     """The application. It begins to ask the servers when it is started, and ends all requests when it is stopped."""
-    app = web.Application(client_max_size=options.max_payload)
+    app = web.Application(client_max_size=options.max_payload, middlewares=[errors_as_json])
     router = _Router(members, policy, options)
     app.cleanup_ctx.append(router.life)
     for path in GENERATE_ROUTES:
@@ -80,6 +80,23 @@ def make(members: Members, policy: Policy, options: Options) -> web.Application:
     app.router.add_get("/metrics", router.metrics_text)
     app.router.add_get("/hetero/pairs", router.pairs)
     return app
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Unknown routes, and errors of the router itself, in the form of all its errors."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        text = f"{request.method} {request.path}: {error.reason}; docs/router.md has the routes of the router"
+        return refuse(error.status, text)
+    except Exception:
+        logger.exception("%s %s has failed in the router", request.method, request.path)
+        return refuse(
+            HTTPStatus.INTERNAL_SERVER_ERROR, "the router itself has failed; its log has the traceback; report it"
+        )
 
 
 class _Router:

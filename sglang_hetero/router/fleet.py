@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 DESCRIBE_SECONDS = 300.0
 """A server that is well is asked again after so long what its caches are: one that is given by URL may have been
 restarted with other settings between two probes."""
+MAX_REMEMBERED = 1024
+"""Layouts by fingerprint, and texts that are not logged again; then it begins anew. Servers come and go for months."""
 LOST, REFUSED, ENDED = "lost", "refused", "ended"
 """Kinds of failures that are counted: the connection broke; the server said so; a stream broke off."""
 CHARGE_MOST, CHARGE_PREFILL, CHARGE_DECODE = 4, 2, 1
@@ -48,8 +50,8 @@ class Server:
         self.health = Health(limits, clock)
         self.load = Load()
         self.failures: Counter[str] = Counter()
-        self.ask_again = asyncio.Event()
-        """Set when it is to be probed before its time."""
+        self.look_again = asyncio.Event()
+        """Set when the time of its next probe may have changed."""
         self.described_at: float | None = None
         """When it said last what its caches are; None if that may not hold any more."""
 
@@ -154,8 +156,9 @@ class Fleet:
                 continue
             self._found[key] = instance
             if former is not None and former.incarnation == instance.incarnation:
-                self._servers[key].described_at = None
-                self._servers[key].ask_again.set()
+                server = self._servers[key]
+                server.described_at, server.health.next_probe = None, self._clock()
+                server.look_again.set()
                 continue
             self._begin(key, instance, restarted=former is not None)
         self._changed.set()
@@ -180,9 +183,10 @@ class Fleet:
             try:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, server.health.next_probe - self._clock())):
-                        await server.ask_again.wait()
-                server.ask_again.clear()
-                await self._probe(server)
+                        await server.look_again.wait()
+                server.look_again.clear()
+                if self._clock() >= server.health.next_probe:
+                    await self._probe(server)
             except Exception:  # nobody would notice that a server is not looked after any more
                 logger.exception("%s cannot be looked after; it goes on", server.label)
                 await asyncio.sleep(self._limits.backoff)
@@ -218,6 +222,8 @@ class Fleet:
             server.known = known
             fingerprint = known.instance.fingerprint
             if fingerprint and known.told:
+                if len(self._by_fingerprint) >= MAX_REMEMBERED:
+                    self._by_fingerprint.clear()
                 self._by_fingerprint[(known.instance.role, fingerprint)] = known
             if not known.ours:
                 self._say_once(f"{server.label}: {known.why}")
@@ -234,7 +240,7 @@ class Fleet:
         server.health.request_failed(cause, lost=kind != REFUSED)
         if kind != REFUSED:
             server.described_at = None
-        server.ask_again.set()
+        server.look_again.set()
         self._tell(server, before)
 
     def succeeded(self, server: Server) -> None:
@@ -283,6 +289,8 @@ class Fleet:
 
     def _say_once(self, text: str) -> None:
         if text not in self._told:
+            if len(self._told) >= MAX_REMEMBERED:
+                self._told.clear()
             self._told.add(text)
             logger.warning("%s", text)
 

@@ -15,6 +15,9 @@ from typing import Protocol
 from sglang_hetero.discovery.record import Instance
 from sglang_hetero.errors import OptionError
 
+MAX_REMEMBERED = 4096
+"""Servers of which it is known when their last turn was; then all begin anew. They come and go for months."""
+
 
 @dataclass
 class Load:
@@ -78,6 +81,8 @@ class _Turns:
 
     def take(self, pair: Candidate) -> Candidate:
         self._now += 1
+        if len(self._last) >= MAX_REMEMBERED:
+            self._last.clear()
         for one in (pair.prefill, pair.decode):
             self._last[(one.role, one.url)] = self._now
         return pair

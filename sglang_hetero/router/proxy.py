@@ -287,8 +287,9 @@ class _Request:
                 except StopAsyncIteration:
                     break
                 await _write(out, _merged(piece, merge))
-                if (failure := failure_in(piece)) is not None and failure.blame:
-                    cause, kind = failure.cause, REFUSED  # the stream says it itself, and ends
+                for event in piece.split(END):
+                    if (failure := failure_in(event)) is not None and failure.blame:
+                        cause, kind = failure.cause, REFUSED  # the stream says it itself, and ends
         except Broken as broken:
             cause = broken.failure.cause
         except TimeoutError:
@@ -460,5 +461,8 @@ def _merged(piece: bytes, merge: Any) -> bytes:
     data = payload(piece)
     if data is None or data == DONE:
         return piece
-    answer = msgspec.json.decode(data)
+    try:
+        answer = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return piece
     return b"data: " + msgspec.json.encode(bodies.merge_logprobs(merge, answer)) + END

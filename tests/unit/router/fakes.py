@@ -118,6 +118,8 @@ class FakeServer:
         self.seen: list[Call] = []
         self.others: list[tuple[str, str, Any]] = []
         """Method, path and headers of everything else."""
+        self.peers: list[tuple[str, int]] = []
+        """Where each request came from."""
         self.health = 200
         info = {"role": role, "internal_states": [{"last_gen_throughput": 7.0}]}
         self.answers: dict[str, Any] = {
@@ -177,6 +179,8 @@ class FakeServer:
     async def _take(self, request: web.Request) -> web.StreamResponse:
         call = Call(request.path, await request.json(), request.headers.copy())
         self.seen.append(call)
+        assert request.transport is not None
+        self.peers.append(request.transport.get_extra_info("peername"))
         if self.script is not None:
             self.script(call)
         self.calls.put_nowait(call)

@@ -1,10 +1,13 @@
 """Everything of the router but streams: whole answers, batches, headers, who is asked what, and who is told what."""
 
 import asyncio
+import socket
 
 import pytest
 
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.router import body as bodies
+from sglang_hetero.router.exchange import connector
 from sglang_hetero.router.health import Limits
 from sglang_hetero.router.pairing import Unknown
 from tests.unit.router.fakes import Call, FakeServer, aborted, run, soon, standing, token, until
@@ -217,7 +220,7 @@ def test_a_server_that_says_that_it_is_ill_is_evicted_with_its_words() -> None:
             decode.health = 503
             decode.script = lambda call: call.die()
             await soon(stand.post("/generate", BODY))
-            await _state(stand, decode.url, "evicted")
+            await _state(stand, decode.url, "evicted", "a rank is gone")
             status, answer = await stand.post("/generate", BODY)
             assert status == 503 and "a rank is gone" in answer["error"]["message"] and decode.url in str(answer)
             decode.health, decode.script = 200, lambda call: call.answer(token("decode"))
@@ -227,11 +230,11 @@ def test_a_server_that_says_that_it_is_ill_is_evicted_with_its_words() -> None:
     run(test)
 
 
-async def _state(stand, url: str, state: str) -> None:
+async def _state(stand, url: str, state: str, cause: str = "") -> None:
     async with asyncio.timeout(20):
         while True:
             _, said = await stand.get("/hetero/pairs", Authorization="Bearer key")
-            if any(one["url"] == url and one["state"] == state for one in said["servers"]):
+            if any((one["url"], one["state"]) == (url, state) and cause in one["cause"] for one in said["servers"]):
                 return
             await asyncio.sleep(0.01)
 
@@ -389,6 +392,59 @@ def test_prefill_may_answer_after_decode_has() -> None:
             before.answer(token("p"))
             await soon(before.over.wait())
             assert not before.left
+
+    run(test)
+
+
+def test_what_the_router_does_not_know_is_an_error_in_json() -> None:
+    async def test() -> None:
+        async with standing(*pair()) as stand:
+            for method, path, status in (
+                ("GET", "/nothing", 404),
+                ("GET", "/generate", 405),
+                ("PUT", "/flush_cache", 405),
+            ):
+                async with stand.client.request(method, stand.url + path) as response:
+                    error = (await response.json())["error"]
+                    assert (response.status, error["code"]) == (status, status) and path in error["message"]
+
+    run(test)
+
+
+def test_an_error_of_the_router_itself_is_told_and_logged(monkeypatch, caplog) -> None:
+    async def test() -> None:
+        async with standing(*pair()) as stand:
+            monkeypatch.setattr(bodies, "meet", lambda *_: 1 / 0)
+            status, answer = await stand.post("/generate", BODY)
+            assert status == 500 and "the router itself" in answer["error"]["message"]
+            assert await stand.figure("sglang_hetero:router_outstanding") == 0
+
+    run(test)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_every_request_has_a_connection_of_its_own() -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            for _ in range(3):
+                await stand.post("/generate", BODY)
+            assert len(set(decode.peers)) == len(set(prefill.peers)) == 3
+
+    run(test)
+
+
+def test_a_host_that_is_gone_without_a_word_is_noticed() -> None:
+    async def test() -> None:
+        outgoing = connector()
+        with outgoing._socket_factory((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1))) as made:
+            assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, every, times = (
+                made.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert idle + every * times == 25  # as docs/router.md says
+        await outgoing.close()
 
     run(test)
 
