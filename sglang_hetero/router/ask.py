@@ -79,4 +79,8 @@ def in_words(error: BaseException) -> str:
     """An error of a connection, for people; some say nothing but their kind."""
     if isinstance(error, HeteroError):
         return str(error)
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection broke before the answer was complete"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the connection was closed without an answer"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

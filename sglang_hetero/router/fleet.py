@@ -34,8 +34,13 @@ LOST, REFUSED, ENDED = "lost", "refused", "ended"
 CHARGE_MOST, CHARGE_PREFILL, CHARGE_DECODE = 4, 2, 1
 """What keeps a retry away from a server: it broke the connection; or it may be to blame, prefill rather than decode."""
 
+CHARGE_PAIR = 1
+"""And from a pair that has been tried, while there is one of the same servers that has not."""
+
 Key = tuple[str, str]
 """Role and URL of a server."""
+Avoid = dict[Key | tuple[Key, Key], int]
+"""What speaks against servers, and pairs of them, by the sum of the charges above."""
 
 
 class NoPair(HeteroError):
@@ -339,7 +344,7 @@ class Fleet:
                 found.append((prefill, decode, tiers[0] + tiers[1]))
         return found
 
-    def take(self, prompt: int, new: int, avoid: dict[Key, int], model: object = None) -> Lease:
+    def take(self, prompt: int, new: int, avoid: Avoid, model: object = None) -> Lease:
         """A pair for a request of so many prompt and new tokens. avoid: what speaks against servers that it was tried
         with. model: the name that it asks for; one that no server has (`default`, an adapter's) may mean any of them.
         Raises NoPair with the reason and the remedy."""
@@ -350,7 +355,8 @@ class Fleet:
             raise NoPair(self.why_none(model))
         ranked: dict[tuple[int, int], list[tuple[Server, Server]]] = {}
         for prefill, decode, tier in usable:
-            against = avoid.get(prefill.key, 0) + avoid.get(decode.key, 0)
+            keys = (prefill.key, decode.key, (prefill.key, decode.key))
+            against = sum(avoid.get(key, 0) for key in keys)
             ranked.setdefault((against, tier), []).append((prefill, decode))
         prefill, decode = self._chosen(ranked[min(ranked)], prompt)
         lease = Lease(prefill, decode, prompt, prompt + new)

@@ -28,7 +28,21 @@ from . import body as bodies
 from .answers import Tried, error, error_event, exhausted
 from .events import DONE, END, failure_in, payload, refusal
 from .exchange import Broken, Exchange, Passed, encode, onward
-from .fleet import CHARGE_DECODE, CHARGE_MOST, CHARGE_PREFILL, ENDED, LOST, REFUSED, Fleet, Key, Lease, NoPair, Server
+from .fleet import (
+    CHARGE_DECODE,
+    CHARGE_MOST,
+    CHARGE_PAIR,
+    CHARGE_PREFILL,
+    ENDED,
+    LOST,
+    REFUSED,
+    Avoid,
+    Fleet,
+    Key,
+    Lease,
+    NoPair,
+    Server,
+)
 from .metrics import CLIENT_LEFT, Metrics
 
 logger = logging.getLogger(__name__)
@@ -139,7 +153,7 @@ class _Request:
         self._prompt, self._new = bodies.prompt_tokens(body), bodies.new_tokens(body)
         self._name = f"{proxy.draw(1 << 32):08x}"
         self._tried: list[Tried] = []
-        self._avoid: dict[Key, int] = {}
+        self._avoid: Avoid = {}
         self._now: Lease | None = None
         self._out: web.StreamResponse | None = None
         """The answer, once a piece of it has gone to the client."""
@@ -335,18 +349,19 @@ class _Request:
         self._fleet.failed(server, failure.cause, broken.kind, blame=failure.blame)
         if not failure.retry:
             return
+        self._against((prefill.key, decode.key), CHARGE_PAIR)
         if broken.kind == LOST or failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self._against(server, CHARGE_MOST)
+            self._against(server.key, CHARGE_MOST)
             return
         # It says that a hand-over failed. That may be the other's fault; more often it is prefill's, whose part it was.
-        self._against(prefill, CHARGE_PREFILL)
-        self._against(decode, CHARGE_DECODE)
+        self._against(prefill.key, CHARGE_PREFILL)
+        self._against(decode.key, CHARGE_DECODE)
         if failure.blame:
             other = decode if server is prefill else prefill
             self._fleet.failed(other, f"a request failed at {server.label}: {failure.cause}", REFUSED)
 
-    def _against(self, server: Server, charge: int) -> None:
-        self._avoid[server.key] = self._avoid.get(server.key, 0) + charge
+    def _against(self, key: Key | tuple[Key, Key], charge: int) -> None:
+        self._avoid[key] = self._avoid.get(key, 0) + charge
 
     async def _leave(
         self,

@@ -242,7 +242,6 @@ class Stand:
     url: str
     client: aiohttp.ClientSession
     members: Changing
-    router: web.Application
 
     async def get(self, path: str, **headers: str) -> tuple[int, Any]:
         async with self.client.get(self.url + path, headers=headers) as response:
@@ -275,6 +274,19 @@ def options(**changes: Any) -> Options:
 
 
 @asynccontextmanager
+async def serve_router(app: web.Application, members: Any = None) -> AsyncIterator[Stand]:
+    """A router and a client of it."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, HOST, 0).start()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as client:
+            yield Stand(f"http://{HOST}:{runner.addresses[0][1]}", client, members)
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def standing(
     *servers: FakeServer, ready: bool = True, policy: Policy | None = None, **changes: Any
 ) -> AsyncIterator[Stand]:
@@ -282,17 +294,11 @@ async def standing(
     for server in servers:
         await server.start()
     members = Changing(*(server.instance for server in servers))
-    app = make(members, policy or RoundRobin(), options(**changes))
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
     try:
-        await web.TCPSite(runner, HOST, 0).start()
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as client:
-            stand = Stand(f"http://{HOST}:{runner.addresses[0][1]}", client, members, app)
+        async with serve_router(make(members, policy or RoundRobin(), options(**changes)), members) as stand:
             if ready:
                 await stand.ready()
             yield stand
     finally:
-        await runner.cleanup()
         for server in servers:
             await server.stop()

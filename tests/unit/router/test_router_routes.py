@@ -106,6 +106,48 @@ def test_a_server_that_refuses_is_passed_over_and_a_refusal_of_the_request_is_pa
     run(test)
 
 
+class First:
+    """A policy that takes what is first in the list, again and again."""
+
+    def choose(self, candidates, tokens):
+        return candidates[0]
+
+
+def test_a_full_queue_is_no_fault_and_the_request_goes_elsewhere() -> None:
+    async def test() -> None:
+        full = {"error": {"message": "The request queue is full.", "code": 503}}
+        prefill, decodes = answering(Side.PREFILL), [answering(Side.DECODE), answering(Side.DECODE)]
+        async with standing(prefill, *decodes, policy=First(), retries=1) as stand:
+            await stand.post("/generate", BODY)
+            first, other = sorted(decodes, key=lambda server: -len(server.seen))
+            first.script = lambda call: call.answer(full, 503)
+            for _ in range(3):
+                assert (await stand.post("/generate", BODY))[0] == 200
+            assert len(other.seen) == 3 and len(first.seen) == 4
+            await _state(stand, first.url, "healthy")
+            assert first.probes == 1
+
+    run(test)
+
+
+def test_what_may_be_either_sides_fault_is_tried_with_another_pair_first() -> None:
+    async def test() -> None:
+        servers = [answering(role) for role in (Side.PREFILL, Side.PREFILL, Side.DECODE, Side.DECODE)]
+        prefills, decodes = servers[:2], servers[2:]
+        async with standing(*servers, policy=First(), retries=3, limits=Limits(backoff=0.0)) as stand:
+            failing = {"detail": "the hand-over failed"}
+            for decode in decodes:
+                decode.script = lambda call: call.answer(failing, 500)
+            status, answer = await stand.post("/generate", BODY)
+            tried = [(one["prefill"], one["decode"]) for one in answer["error"]["attempts"]]
+            assert status == 500 and len(set(tried)) == 4, "a pair was tried twice while there was another one"
+            (p0, d0), (p1, d1), *_ = tried
+            assert p0 != p1 and d0 != d1
+            assert {p0, p1} == {one.url for one in prefills}
+
+    run(test)
+
+
 def test_an_abort_in_a_whole_answer_is_a_failure() -> None:
     async def test() -> None:
         prefill = answering(Side.PREFILL)
