@@ -1,17 +1,21 @@
 """Keeping sglang-router's list of workers: what is to change, and what becomes of it when things go wrong."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_hetero.discovery.record import Instance
+from sglang_hetero.discovery.record import Description, Instance, encode_description
 from sglang_hetero.errors import RouterError
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.router import sync_command
 from sglang_hetero.router.sync import LABEL, Do, Worker, changes, read_workers, spec
-from sglang_hetero.router.sync_command import ASK_AGAIN_SECONDS, Sync
+from sglang_hetero.router.sync_command import ASK_AGAIN_SECONDS, Router, Sync
 
 OWNER = "us"
 
@@ -316,3 +320,83 @@ def test_it_goes_on_after_a_round_that_fails_and_wakes_at_a_change() -> None:
         stop.set()
         thread.join(20)
     assert not thread.is_alive()
+
+
+def test_the_command_waits_for_the_router_and_ends_when_it_is_told() -> None:
+    flags = (
+        "--router",
+        "http://127.0.0.1:9",
+        "--prefill",
+        "http://127.0.0.1:9",
+        "8998",
+        "--decode",
+        "http://127.0.0.1:9",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang_hetero", "sync-router", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("router: http://127.0.0.1:9") and line.endswith("waiting for it\n")
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=30)
+        assert (process.returncode, rest, errors) == (0, "", "")
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Away:
+    """Servers that give no answer, or these."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.headers: list[dict[str, str]] = []
+        monkeypatch.setattr(sync_command, "_fetch", self.fetch)
+
+    def fetch(self, method, url, headers, data=None):
+        self.headers.append(headers)
+        if url not in self.answers:
+            raise RouterError(f"{url} does not answer: refused")
+        return self.answers[url]
+
+
+def test_a_prefill_that_is_given_without_its_port_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, away = Bench(prefill(port=0)), Away(monkeypatch)
+    bench.sync._key = "secret"
+    for _ in range(2):
+        bench.sync.step()
+    assert not bench.router.asked and [line for line in bench.lines if "for want of its port" in line] == bench.lines
+    description = Description(instance=Instance(role=Side.PREFILL, url="http://0.0.0.0:1", bootstrap_port=9123))
+    away.answers["http://p0:1/hetero/instance"] = (200, encode_description(description))
+    for _ in range(2):
+        bench.sync.step()
+    assert [body["bootstrap_port"] for body in bench.router.asked] == [9123]
+    assert {headers["Authorization"] for headers in away.headers} == {"Bearer secret"}
+    assert len(away.headers) == 3, "it was asked again although it had told"
+
+
+@pytest.mark.parametrize(
+    ("status", "added", "told"), [(404, True, "give it"), (401, False, "--api-key"), (500, False, "HTTP 500")]
+)
+def test_a_prefill_that_does_not_tell_its_port(monkeypatch, status: int, added: bool, told: str) -> None:
+    bench, away = Bench(prefill(port=0)), Away(monkeypatch)
+    away.answers["http://p0:1/hetero/instance"] = (status, b"")
+    bench.sync.step()
+    assert bool(bench.router.asked) is added and any(told in line for line in bench.lines)
+
+
+def test_the_routers_own_refusals_are_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    away, router = Away(monkeypatch), Router("http://r:1", "key")
+    for status, told in ((401, "--router-api-key"), (500, "HTTP 500: broken")):
+        away.answers = {"http://r:1/workers": (status, b"broken"), "http://r:1/workers/7": (status, b"broken")}
+        for ask in (router.workers, lambda: router.add({}), lambda: router.remove("7")):
+            with pytest.raises(RouterError, match=told):
+                ask()
+    away.answers = {"http://r:1/workers/7": (404, b"{}")}
+    router.remove("7")  # it is gone already
+    assert all(headers["Authorization"] == "Bearer key" for headers in away.headers)
