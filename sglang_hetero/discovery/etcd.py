@@ -23,7 +23,7 @@ import requests
 import urllib3
 from etcd3gw.client import Etcd3Client
 
-from sglang_hetero.errors import DiscoveryError
+from sglang_hetero.errors import DiscoveryError, OptionError
 from sglang_hetero.layout.checks import shorten
 
 from .record import MAX_RECORD_BYTES
@@ -194,6 +194,8 @@ class Etcd:
             except _NoAnswer as error:
                 failures.append(str(error))
                 self._next()
+            except (KeyError, TypeError, ValueError) as error:
+                raise DiscoveryError(f"what answers at {self.endpoint} is no etcd: {_why(error)}") from None
         raise DiscoveryError("; ".join(failures))
 
     def _signed_in(self, question: Callable[[_Client], _T]) -> _T:
@@ -203,8 +205,6 @@ class Etcd:
             return question(client)
         except _StaleToken:
             client.sign_out()
-        except (KeyError, TypeError, ValueError) as error:
-            raise DiscoveryError(f"what answers at {client.url} is no etcd: {_why(error)}") from None
         client.sign_in()
         try:
             return question(client)
@@ -238,9 +238,11 @@ class _Client(Etcd3Client):
         """Get a token, unless there is one or no user. Raises DiscoveryError."""
         if self._options.user is None or "Authorization" in self.session.headers:
             return
-        body = {"name": self._options.user, "password": self._options.password()}
         try:
+            body = {"name": self._options.user, "password": self._options.password()}
             self.session.headers["Authorization"] = self.call("auth/authenticate", body, kind=_Token).token
+        except OptionError as error:
+            raise DiscoveryError(str(error)) from None  # the file has been good at the start
         except _Refused as error:
             if "not enabled" in str(error):
                 raise DiscoveryError(

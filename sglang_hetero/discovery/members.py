@@ -110,7 +110,7 @@ class EtcdMembers:
         self._logged: set[tuple[str, str]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._trouble = NOT_READ
-        self._was_away = False
+        self._was_away = self._failed = False
         self._more = ""
         self._next_revision = 0
         self._ready, self._closing = threading.Event(), threading.Event()
@@ -166,7 +166,9 @@ class EtcdMembers:
             except DiscoveryError as error:
                 self._away(str(error))
             except Exception as error:
-                logger.exception("what etcd says cannot be followed; it is begun anew")
+                if not self._failed:
+                    logger.exception("what etcd says cannot be followed, and is begun anew; said once")
+                self._failed = True
                 self._away(f"{type(error).__name__}: {error}")
             self._closing.wait(wait * random.uniform(0.5, 1.0))  # not all routers at the same moment
             wait = min(2 * wait, MAX_RETRY_SECONDS)

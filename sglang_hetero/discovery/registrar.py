@@ -169,7 +169,7 @@ class Registrar:
             self._stand(Standing.LEFT)
         except LeaseGone:
             self._stand(Standing.LEFT)  # the record went with it
-        except DiscoveryError as error:
+        except Exception as error:  # whatever it is, this is the end
             self._stand(Standing.LEFT, f"the record stays until its lease ends: {error}")
         finally:
             self._etcd.close()

@@ -259,6 +259,16 @@ def test_a_wrong_password_and_nobody_hear_it(guarded, tmp_path):
     nobody.close()
 
 
+def test_a_password_that_is_away_when_it_is_wanted_again_is_an_error_like_others(shared_etcd, tmp_path):
+    (tmp_path / "word").write_text(WORD)
+    (tmp_path / "word").chmod(0o600)
+    one = Etcd(options_of(shared_etcd, tmp_path))
+    (tmp_path / "word").unlink()
+    with pytest.raises(DiscoveryError, match=r"PASSWORD_FILE=.*No such file"):
+        one.read("/fleet/")
+    one.close()
+
+
 def test_a_user_where_there_are_none_hears_it(etcd, tmp_path):
     (tmp_path / "word").write_text(WORD)
     (tmp_path / "word").chmod(0o600)

@@ -267,6 +267,31 @@ def test_what_is_no_discovery_error_does_not_end_the_thread(follow, caplog):
     assert "KeyError" in caplog.text
 
 
+def test_a_bad_record_that_went_unseen_is_forgotten(follow):
+    """The watch has missed its end."""
+    bad, second, closed = f"{PREFIX}/decode/a:1", threading.Event(), threading.Event()
+
+    class Once:
+        def __init__(self, options):
+            self.listings = iter([Listing(5, {bad: b"?"}), Listing(9, {})])
+
+        def read(self, prefix):
+            return next(self.listings)
+
+        def watch(self, prefix, revision, quiet):
+            yield []
+            (second if revision == 6 else closed).wait(20)
+
+        def close(self):
+            second.set()
+            closed.set()
+
+    one = follow(SimpleNamespace(prefix=PREFIX, lease=3), connect=Once)
+    until(lambda: one.skipped.keys() == {bad})
+    second.set()
+    until(lambda: one.skipped == {})
+
+
 def test_before_etcd_has_answered_it_is_said(follow):
     gate = threading.Event()
 
