@@ -11,7 +11,7 @@ import msgspec
 
 from .events import DONE, END
 
-_TYPES = {
+_TYPES: dict[int, str] = {
     HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "invalid_request_error",
@@ -36,7 +36,7 @@ def error(status: int, message: str, tried: Sequence[Tried] = ()) -> dict[str, A
     inner: dict[str, Any] = {
         "object": "error",
         "message": message,
-        "type": _TYPES.get(HTTPStatus(status), "server_error"),
+        "type": _TYPES.get(status, "server_error"),
         "param": None,
         "code": int(status),
     }

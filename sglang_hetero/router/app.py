@@ -117,7 +117,7 @@ class _Router:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers={"User-Agent": "sglang-hetero-router"},
+            headers={"User-Agent": "sglang-hetero-router", "Accept-Encoding": "identity"},
             read_bufsize=1 << 20,
         ) as self._session:
             asker = Asker(self._session, options.key, options.probe_seconds, options.health_path)

@@ -97,6 +97,9 @@ class Proxy:
         except Gone:
             # To nobody; a stream that has begun is not there to be ended, either.
             return web.Response(status=int(CLIENT_LEFT))
+        except Exception:
+            status = str(int(HTTPStatus.INTERNAL_SERVER_ERROR))
+            raise
         finally:
             self.metrics.requests.labels(request.path, status).inc()
         if response.status == HTTPStatus.OK:
@@ -208,7 +211,7 @@ class _Request:
             self._name,
             self._path,
             self._prompt,
-            met["bootstrap_room"],
+            _shown(met["bootstrap_room"]),
             lease.prefill.label,
             lease.decode.label,
         )
@@ -242,8 +245,9 @@ class _Request:
     async def _with_logprobs(self, lease: Lease, prefill: Exchange, before: asyncio.Task[bytes], answer: Any) -> bytes:
         """Decode's answer with prefill's log-probabilities of the prompt. Raises Broken."""
         done, _ = await asyncio.wait({before}, timeout=PREFILL_SECONDS)
-        if not done:
-            raise self._silent(lease.prefill)
+        if (failed := _broken(before) if done else self._silent(lease.prefill)) is not None:
+            self._charge(lease, failed)
+            raise failed
         return msgspec.json.encode(bodies.merge_logprobs(prefill.json(before.result()), answer))
 
     # Streamed
@@ -270,9 +274,9 @@ class _Request:
         await asyncio.wait({before, told}, timeout=PREFILL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if told.done():
             return told.result()
-        if before.done():
-            before.result()  # raises Broken if it failed
-        raise self._silent(lease.prefill)
+        failed = _broken(before) or self._silent(lease.prefill)
+        self._charge(lease, failed)
+        raise failed
 
     async def _begin(self, headers: CIMultiDict[str]) -> web.StreamResponse:
         """From here on the client has an answer, and nothing is tried again."""
@@ -448,6 +452,11 @@ def _broken(task: asyncio.Task[Any]) -> Broken | None:
 def _weight(broken: Broken) -> int:
     """Which of two failures of one attempt is the cause: a lost connection, or a refusal of the request itself."""
     return 2 if broken.kind == LOST else 1 if not broken.failure.retry else 0
+
+
+def _shown(room: Any) -> str:
+    """The room, or rooms, of a request for the log."""
+    return f"{room[0]} and {len(room) - 1} more" if isinstance(room, list) and len(room) > 1 else str(room)
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes:

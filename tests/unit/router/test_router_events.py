@@ -124,3 +124,4 @@ def test_an_error_is_read_by_clients_of_both_apis() -> None:
     lines = error_event(504, "late").split(b"\n\n")
     assert json.loads(lines[0][6:])["error"]["type"] == "timeout_error" and lines[1:] == [b"data: [DONE]", b""]
     assert "attempts" not in error(400, "x")["error"]
+    assert error(520, "said by a proxy")["error"]["code"] == 520

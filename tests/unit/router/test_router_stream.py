@@ -69,12 +69,16 @@ async def _read(stand, body, path="/generate", **headers):
         return response.status, await response.read()
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["before the first token", "in the middle of the stream"])
-def test_a_client_that_leaves_is_noticed_by_both_servers(begun: bool) -> None:
+@pytest.mark.parametrize(
+    ("begun", "streamed"),
+    [(False, True), (True, True), (False, False)],
+    ids=["before the first token", "in the middle of the stream", "not streamed"],
+)
+def test_a_client_that_leaves_is_noticed_by_both_servers(begun: bool, streamed: bool) -> None:
     async def test() -> None:
         prefill, decode = pair()
         async with standing(prefill, decode) as stand:
-            task = asyncio.create_task(_read(stand, BODY))
+            task = asyncio.create_task(_read(stand, BODY | {"stream": streamed}))
             before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
             if begun:
                 now.send(event(token("a")))
@@ -281,6 +285,34 @@ def test_log_probabilities_of_the_prompt_come_from_prefill() -> None:
             assert status == 200 and data.endswith(DONE)
             assert [one["meta_info"]["input_token_logprobs"] for one in events] == [prompt + first] * 2
             assert [one["text"] for one in events] == ["a", "ab"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+def test_log_probabilities_that_prefill_fails_to_give_are_asked_for_elsewhere(streamed: bool) -> None:
+    async def test() -> None:
+        servers = [FakeServer(role) for role in (Side.PREFILL, Side.PREFILL, Side.DECODE)]
+        async with standing(*servers) as stand:
+            task = asyncio.create_task(_read(stand, BODY | {"stream": streamed, "return_logprob": True}))
+            for last in (False, True):
+                calls = await _pair_of_calls(servers)
+                if streamed:
+                    calls["decode"].finish(event(token("a", input_token_logprobs=[])))
+                else:
+                    calls["decode"].answer(token("a", input_token_logprobs=[]))
+                await soon(calls["decode"].over.wait())  # the hand-over is done, and its answer is there
+                if not last:
+                    calls["prefill"].die()
+                    failed = calls["prefill server"]
+                elif streamed:
+                    calls["prefill"].finish(event(token("a", input_token_logprobs=[[-1.0, 1, None]])))
+                else:
+                    calls["prefill"].answer(token("a", input_token_logprobs=[[-1.0, 1, None]]))
+            status, data = await soon(task)
+            assert status == 200 and b"[[-1.0,1,null]]" in data
+            assert calls["prefill server"] is not failed
+            assert await stand.figure('sglang_hetero:router_failures_total{kind="lost"') == 1
 
     run(test)
 
