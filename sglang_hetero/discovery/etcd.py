@@ -68,6 +68,14 @@ class Listing:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A record, and the lease that it ends with; 0 for one that stays."""
+
+    value: bytes
+    lease: int
+
+
+@dataclass(frozen=True)
 class Change:
     """value: None if the record is gone."""
 
@@ -118,10 +126,10 @@ class Etcd:
         """Write a record that ends with the lease. Raises LeaseGone, or DiscoveryError."""
         self._ask(lambda client: client.call("kv/put", {"key": _text(key), "value": _text(value), "lease": lease}))
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str) -> Held | None:
         """A record, None if there is none. Raises DiscoveryError."""
         found = self._ask(lambda client: client.call("kv/range", {"key": _text(key)}, kind=_Range))
-        return found.kvs[0].value if found.kvs else None
+        return Held(found.kvs[0].value, int(found.kvs[0].lease)) if found.kvs else None
 
     def read(self, prefix: str) -> Listing:
         """All records below a prefix, which ends with a slash. Raises DiscoveryError."""
@@ -360,6 +368,7 @@ class _Header(msgspec.Struct):
 class _KeyValue(msgspec.Struct):
     key: bytes = b""
     value: bytes = b""
+    lease: str = "0"
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from sglang_hetero.errors import DiscoveryError, RecordError
 from sglang_hetero.state.report import Discovery
 from sglang_hetero.transfer.worker import Worker
 
-from .etcd import Etcd, LeaseGone
+from .etcd import Etcd, Held, LeaseGone
 from .members import entered, key_of
 from .record import Instance, encode
 from .settings import EtcdOptions
@@ -75,8 +75,6 @@ class Registrar:
         self._lock = threading.Lock()
         self._instance: Instance | None = None
         self._lease: int | None = None
-        self._holder: int | None = None
-        """The lease that the record was last written with."""
         self._written = False
         """Whether the record has been written since this process started."""
         self._leaving = threading.Event()
@@ -134,9 +132,9 @@ class Registrar:
             found = self._etcd.get(key) if self._written else None
             if self._another(key, found, self._instance):
                 return self._options.lease / RENEWALS
-            if found != encode(self._instance) or self._holder != self._lease:
+            if found != Held(encode(self._instance), self._lease):
                 self._etcd.put(key, encode(self._instance), self._lease)
-            self._written, self._holder = True, self._lease
+            self._written = True
         except LeaseGone:
             self._lease = None
             logger.warning("etcd has ended the lease of %s; it registers anew", self._instance.label)
@@ -144,12 +142,12 @@ class Registrar:
         self._stand(Standing.REGISTERED)
         return self._options.lease / RENEWALS
 
-    def _another(self, key: str, found: bytes | None, here: Instance) -> bool:
+    def _another(self, key: str, found: Held | None, here: Instance) -> bool:
         """Whether the record there is that of another server, which is then left alone: whoever came last is right."""
         if found is None:
             return False
         try:
-            other = entered(self._options.prefix, key, found)
+            other = entered(self._options.prefix, key, found.value)
         except RecordError:
             return False  # whoever wrote that, it serves nobody
         if other.incarnation == here.incarnation:

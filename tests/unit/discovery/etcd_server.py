@@ -103,10 +103,10 @@ class EtcdServer:
         """Lose all data; while it is down."""
         shutil.rmtree(self.folder / "data")
 
-    def ctl(self, *arguments: str) -> str:
-        """etcdctl's output."""
+    def ctl(self, *arguments: str, given: str = "") -> str:
+        """etcdctl's output. given: what it reads."""
         command = [program("etcdctl"), "--endpoints", self.url, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=START_SECONDS, check=False)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

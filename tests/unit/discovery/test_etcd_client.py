@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sglang_hetero.discovery import etcd as etcd_module
-from sglang_hetero.discovery.etcd import Change, Etcd, LeaseGone
+from sglang_hetero.discovery.etcd import Change, Etcd, Held, LeaseGone
 from sglang_hetero.discovery.settings import EtcdOptions
 from sglang_hetero.errors import DiscoveryError, OptionError
 from tests.unit.discovery.etcd_server import Certificates, EtcdServer, free_port, until
@@ -33,7 +33,7 @@ def test_a_record_lives_as_long_as_its_lease(client, prefix):
     lease = client.grant(60)
     client.put(f"{prefix}a", b"\x00one", lease)
     client.keep_alive(lease)
-    assert client.get(f"{prefix}a") == b"\x00one"
+    assert client.get(f"{prefix}a") == Held(b"\x00one", lease)
     client.revoke(lease)
     assert client.get(f"{prefix}a") is None
 
@@ -224,15 +224,35 @@ def test_a_user_is_let_in(guarded, tmp_path):
     one.close()
 
 
-def test_a_user_is_let_in_again_after_a_restart(guarded, tmp_path):
-    """etcd forgets its tokens then."""
+def test_a_user_whose_password_is_changed_is_let_in_again(guarded, tmp_path):
+    """etcd forgets the user's tokens then; the file has the new one."""
+    one = Etcd(options_of(guarded, tmp_path))
+    lease = one.grant(60)
+    one.put("/fleet/a", b"1", lease)
+    guarded.ctl("--user", "root:root", "user", "passwd", USER, "--interactive=false", given="another")
+    with pytest.raises(DiscoveryError, match="and its password"):
+        one.get("/fleet/a")
+    (tmp_path / "word").write_text("another")
+    assert one.get("/fleet/a") == Held(b"1", lease)
+    one.close()
+
+
+def test_a_token_that_etcd_does_not_know_is_replaced(guarded, tmp_path):
+    one = Etcd(options_of(guarded, tmp_path))
+    one.put("/fleet/a", b"1", one.grant(60))
+    one._clients[0].session.headers["Authorization"] = "forgotten.1"
+    assert one.read("/fleet/").records == {"/fleet/a": b"1"}
+    one.close()
+
+
+def test_a_user_is_let_in_after_a_restart(guarded, tmp_path):
     one = Etcd(options_of(guarded, tmp_path))
     lease = one.grant(60)
     one.put("/fleet/a", b"1", lease)
     guarded.kill()
     guarded.start()
     one.keep_alive(lease)
-    assert one.get("/fleet/a") == b"1"
+    assert one.get("/fleet/a") == Held(b"1", lease)
     one.close()
 
 

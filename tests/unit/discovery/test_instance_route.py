@@ -324,7 +324,7 @@ def test_a_server_is_in_etcd_while_it_serves(http_process, tmp_path, health, sha
     assert there.get(key) is None
     assert decode_state(get(http_process.app, "/hetero/state")[1]).discovery.standing == "waiting"
     health.status = 200
-    data = until(lambda: there.get(key))
+    data = until(lambda: there.get(key)).value
     assert decode(data) == decode_description(get(http_process.app, "/hetero/instance")[1]).instance
     assert decode(data).fingerprint
     (registrar,) = http_process.registrars

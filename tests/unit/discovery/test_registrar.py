@@ -8,7 +8,7 @@ import pytest
 
 from sglang_hetero.discovery import etcd as etcd_module
 from sglang_hetero.discovery import registrar as registrar_module
-from sglang_hetero.discovery.etcd import Etcd
+from sglang_hetero.discovery.etcd import Etcd, Held
 from sglang_hetero.discovery.members import EtcdMembers, key_of
 from sglang_hetero.discovery.record import decode, encode
 from sglang_hetero.discovery.registrar import Registrar, Server, Standing
@@ -47,10 +47,10 @@ def look(etcd):
     """The record, as it stands in etcd now."""
     one = Etcd(etcd.options())
     try:
-        data = one.get(KEY)
+        found = one.get(KEY)
     finally:
         one.close()
-    return None if data is None else decode(data)
+    return None if found is None else decode(found.value)
 
 
 def stands(one, standing):
@@ -106,9 +106,10 @@ def test_a_record_that_is_removed_by_hand_is_written_again(shared_etcd, register
     until(stands(one, Standing.REGISTERED))
     shared_etcd.ctl("del", KEY)
     until(lambda: look(shared_etcd) == decode_server())
-    shared_etcd.ctl("put", KEY, "nonsense")
     other = Etcd(shared_etcd.options())
-    until(lambda: other.get(KEY) == encode(decode_server()))
+    for text in ("nonsense", encode(decode_server()).decode()):  # for ever, since without a lease
+        shared_etcd.ctl("put", KEY, text)
+        until(lambda: other.get(KEY) == Held(encode(decode_server()), one._lease))
     other.close()
     one.close()
     assert look(shared_etcd) is None  # so it was written with the lease
