@@ -312,6 +312,11 @@ def _allowed(request: web.Request, key: str | None) -> bool:
     return key is None or hmac.compare_digest(shown, f"Bearer {key}".encode())
 
 
+def runner_of(app: web.Application, grace: float) -> web.AppRunner:
+    """What serves it. A client that goes away ends its handler; at the end handlers have `grace` seconds."""
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=grace)
+
+
 async def serve(
     app: web.Application,
     host: str,
@@ -325,7 +330,7 @@ async def serve(
 
     ready: told the URL once requests are taken. Raises OSError for a busy port.
     """
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=grace)
+    runner = runner_of(app, grace)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

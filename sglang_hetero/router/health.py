@@ -121,10 +121,9 @@ class Health:
     def _unreachable(self, cause: str) -> None:
         now = self._clock()
         self._lost += 1
-        never_seen = self.state is State.PROBING and self._fresh
         if self.state in (State.EVICTED, State.PROBING) or self._lost >= self._limits.failures:
             self.state, self.cause, self._fresh = State.EVICTED, cause, False
-            self._evictions = 1 if never_seen else self._evictions + 1
+            self._evictions += 1
             self.next_probe = now + self._backoff(self._evictions)
             return
         self.state, self.cause, self._fresh = State.SUSPECT, cause, False

@@ -16,7 +16,7 @@ from aiohttp import web
 from sglang_hetero.discovery.record import Description, Instance, encode_description
 from sglang_hetero.errors import RecordError
 from sglang_hetero.layout.manifest import Side
-from sglang_hetero.router.app import Options, make
+from sglang_hetero.router.app import Options, make, runner_of
 from sglang_hetero.router.health import Limits
 from sglang_hetero.router.policy import Policy, RoundRobin
 from sglang_hetero.router.proxy import Settings
@@ -276,7 +276,7 @@ def options(**changes: Any) -> Options:
 @asynccontextmanager
 async def serve_router(app: web.Application, members: Any = None) -> AsyncIterator[Stand]:
     """A router and a client of it."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    runner = runner_of(app, 0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, HOST, 0).start()

@@ -1,6 +1,7 @@
 """A router before servers that tell what their caches are, and the command itself as a process."""
 
 import asyncio
+import json
 import logging
 import signal
 import sys
@@ -48,11 +49,16 @@ def test_only_pairs_that_fit_get_requests_and_the_others_are_told_once(caplog: p
             for _ in range(6):
                 assert await stand.post("/generate", BODY) == (200, token("decode 1 tiny"))
             assert not wrong.seen and not stock.seen and len(prefill.seen) == 6
-            # They are asked after all the time; what is the same is not said again.
-            before = wrong.probes
+            # All pairs are judged again when a server comes; what is the same is not said again.
+            another = telling(Side.DECODE, 2)
+            await another.start()
+            stand.members.change(*(server.instance for server in (prefill, wrong, decode, stock, another)))
             async with asyncio.timeout(LIMIT):
-                while wrong.probes < before + 5:
+                while len((await stand.get("/hetero/pairs"))[1]["pairs"]) < 6 or "pending" in str(
+                    (await stand.get("/hetero/pairs"))[1]
+                ):
                     await asyncio.sleep(0.01)
+            await another.stop()
         assert sum(reason in one.getMessage() for one in caplog.records) == 1
 
     caplog.set_level(logging.WARNING)
@@ -72,6 +78,36 @@ def test_a_server_that_is_restarted_with_another_layout_is_looked_at_anew() -> N
                     await asyncio.sleep(0.01)
             status, answer = await stand.post("/generate", BODY)
             assert status == 503 and "same checkpoint" in answer["error"]["message"]
+
+    run(test)
+
+
+def test_a_server_that_was_not_well_is_asked_again_what_its_caches_are() -> None:
+    async def test() -> None:
+        prefill, decode = telling(Side.PREFILL, 2), telling(Side.DECODE, 1)
+        async with standing(prefill, decode, limits=Limits(interval=0.02, backoff=0.02)) as stand:
+            decode.health = 503
+            async with asyncio.timeout(LIMIT):
+                while '"evicted"' not in json.dumps((await stand.get("/hetero/pairs"))[1]):
+                    await asyncio.sleep(0.01)
+            decode.description = telling(Side.DECODE, 1, checkpoint="another").description
+            decode.health = 200
+            async with asyncio.timeout(LIMIT):
+                while "same checkpoint" not in str((await stand.get("/hetero/pairs"))[1]):
+                    await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_a_server_that_leaves_the_list_is_not_asked_any_more() -> None:
+    async def test() -> None:
+        servers = [telling(Side.PREFILL, 1), telling(Side.DECODE, 1), telling(Side.DECODE, 1)]
+        async with standing(*servers) as stand:
+            before = len(asyncio.all_tasks())
+            stand.members.change(*(server.instance for server in servers[:2]))
+            async with asyncio.timeout(LIMIT):
+                while len(asyncio.all_tasks()) != before - 1:
+                    await asyncio.sleep(0.01)
 
     run(test)
 

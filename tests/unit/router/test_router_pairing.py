@@ -70,6 +70,12 @@ def test_every_rank_of_decode_is_looked_at() -> None:
     assert verdict.fit is Fit.NO and "--mamba-ssm-dtype" in verdict.reason
 
 
+def test_servers_of_which_one_rank_differs_have_not_the_same_layout() -> None:
+    first, second = manifests(Side.DECODE, 2)
+    wrong = (first, with_component(second, Role.SSM, dtype="bfloat16"))
+    assert Pairing().judge(prefill(2), decode(ranks=wrong)).fit is Fit.NO
+
+
 def test_a_rank_of_prefill_that_is_missing_is_noticed() -> None:
     verdict = Pairing().judge(prefill(ranks=manifests(Side.PREFILL, 2)[:1]), decode())
     assert verdict.fit is Fit.NO and "missing" in verdict.reason

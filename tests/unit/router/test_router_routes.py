@@ -116,8 +116,8 @@ class First:
 def test_a_full_queue_is_no_fault_and_the_request_goes_elsewhere() -> None:
     async def test() -> None:
         full = {"error": {"message": "The request queue is full.", "code": 503}}
-        prefill, decodes = answering(Side.PREFILL), [answering(Side.DECODE), answering(Side.DECODE)]
-        async with standing(prefill, *decodes, policy=First(), retries=1) as stand:
+        prefills, decodes = ([answering(role), answering(role)] for role in (Side.PREFILL, Side.DECODE))
+        async with standing(*prefills, *decodes, policy=First(), retries=1) as stand:
             await stand.post("/generate", BODY)
             first, other = sorted(decodes, key=lambda server: -len(server.seen))
             first.script = lambda call: call.answer(full, 503)
