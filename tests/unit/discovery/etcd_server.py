@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -98,6 +99,18 @@ class EtcdServer:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+
+    def pause(self) -> None:
+        """Its machine still accepts connections, and nothing answers. Returns when every thread has stopped."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        until(lambda: all((one / "stat").read_text().rpartition(")")[2].split()[0] == "T" for one in tasks.iterdir()))
+
+    def resume(self) -> None:
+        """Go on."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
 
     def empty(self) -> None:
         """Lose all data; while it is down."""

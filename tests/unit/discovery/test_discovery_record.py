@@ -96,6 +96,13 @@ def test_what_is_no_record_is_refused(data):
         decode(data)
 
 
+def test_a_sound_record_that_is_too_long_is_refused_unread():
+    whole = encode(prefill_server())
+    assert decode(whole.ljust(MAX_RECORD_BYTES)) == prefill_server()
+    with pytest.raises(RecordError, match=f"is larger than {MAX_RECORD_BYTES}"):
+        decode(whole.ljust(MAX_RECORD_BYTES + 1))
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_damaged_records_raise_nothing_else(data):

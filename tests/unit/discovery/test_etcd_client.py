@@ -1,7 +1,6 @@
 """The client of etcd against a real one: what is written, read and watched; who is let in; and what errors say."""
 
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -363,12 +362,12 @@ def test_etcd_that_is_stopped_is_noticed(etcd, monkeypatch):
     """Its machine still accepts connections; nothing answers."""
     monkeypatch.setattr(etcd_module, "TIMEOUT_SECONDS", 0.3)
     one = Etcd(etcd.options())
-    etcd.process.send_signal(signal.SIGSTOP)
+    etcd.pause()
     try:
         with pytest.raises(DiscoveryError, match="does not answer"):
             one.read("/a/")
     finally:
-        etcd.process.send_signal(signal.SIGCONT)
+        etcd.resume()
     until(lambda: one.read("/a/"))
     one.close()
 

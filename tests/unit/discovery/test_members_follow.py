@@ -1,7 +1,6 @@
 """Who follows etcd: real ones that are restarted, stopped and emptied, and one that says what no etcd says."""
 
 import logging
-import signal
 import threading
 from types import SimpleNamespace
 
@@ -108,10 +107,10 @@ def test_etcd_without_a_word_is_noticed(etcd, follow):
     Hand(etcd).put(decode_server())
     one = follow(etcd.options(prefix=PREFIX), quiet=0.3)
     until(one.snapshot)
-    etcd.process.send_signal(signal.SIGSTOP)
+    etcd.pause()
     until(lambda: one.trouble)
     assert one.snapshot() == (decode_server(),)
-    etcd.process.send_signal(signal.SIGCONT)
+    etcd.resume()
     until(lambda: not one.trouble)
     assert one.snapshot() == (decode_server(),)
 

@@ -1,7 +1,6 @@
 """A server's record in a real etcd: written, kept, written again, and taken away."""
 
 import logging
-import signal
 import threading
 
 import pytest
@@ -212,11 +211,11 @@ def test_the_older_one_leaves_the_newer_ones_record_where_it_is(shared_etcd, reg
 def test_the_end_does_not_wait_for_an_etcd_that_is_away(etcd, register):
     one = register(etcd.options(prefix=PREFIX))
     until(stands(one, Standing.REGISTERED))
-    etcd.process.send_signal(signal.SIGSTOP)
+    etcd.pause()
     one.close(10)
     assert one.registration.standing == Standing.LEFT
     assert "the record stays until its lease ends" in one.registration.trouble
-    etcd.process.send_signal(signal.SIGCONT)
+    etcd.resume()
 
 
 def test_a_server_that_cannot_say_what_it_is_is_asked_again(shared_etcd, register):
