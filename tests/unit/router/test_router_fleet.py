@@ -207,6 +207,7 @@ def test_the_command_serves_ends_what_is_under_way_and_then_itself() -> None:
                         async with client.get(f"{url}/readiness") as response:
                             if response.status == 200:
                                 break
+                        await asyncio.sleep(0.01)
                 task = asyncio.create_task(ask())
                 now = await soon(decode.calls.get())
                 assert now.body["bootstrap_port"] == 9001
@@ -224,7 +225,7 @@ def test_the_command_serves_ends_what_is_under_way_and_then_itself() -> None:
                 assert await soon(task) == event(token("a")) + DONE
                 assert await soon(process.wait()) == 0
                 log = (await process.stderr.read()).decode()
-                assert f"prefill {prefill.url} and decode {decode.url}" in log and "Traceback" not in log
+                assert f"prefill {prefill.url} and decode {decode.url}" in log and "Traceback" not in log, log
         finally:
             await prefill.stop()
             await decode.stop()

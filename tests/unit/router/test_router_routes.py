@@ -107,10 +107,10 @@ def test_a_server_that_refuses_is_passed_over_and_a_refusal_of_the_request_is_pa
 
 
 class First:
-    """A policy that takes what is first in the list, again and again."""
+    """A policy that takes the first decode server, with any prefill server, again and again."""
 
     def choose(self, candidates, tokens):
-        return candidates[0]
+        return min(candidates, key=lambda pair: (pair.decode.url, pair.prefill.url))
 
 
 def test_a_full_queue_is_no_fault_and_the_request_goes_elsewhere() -> None:
@@ -273,7 +273,7 @@ def test_a_server_that_says_that_it_is_ill_is_evicted_with_its_words() -> None:
 
 
 async def _state(stand, url: str, state: str, cause: str = "") -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             _, said = await stand.get("/hetero/pairs", Authorization="Bearer key")
             if any((one["url"], one["state"]) == (url, state) and cause in one["cause"] for one in said["servers"]):
@@ -293,7 +293,7 @@ def test_servers_come_and_go() -> None:
             assert not other.seen and len(one.seen) == 4
             stand.members.change(prefill.instance, other.instance)
             await _state(stand, other.url, "healthy")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await stand.post("/generate", BODY))[0] != 200:
                     await asyncio.sleep(0.01)
             assert len(one.seen) == 4 and other.seen
@@ -308,7 +308,7 @@ def test_a_request_under_way_goes_on_when_its_servers_leave_the_list() -> None:
             task = asyncio.create_task(stand.post("/generate", BODY))
             now = await soon(decode.calls.get())
             stand.members.change()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await stand.get("/readiness"))[0] == 200:
                     await asyncio.sleep(0.01)
             now.answer(token("there"))
@@ -375,7 +375,7 @@ def test_pairs_are_shown_to_who_has_the_key() -> None:
             assert (await stand.get("/hetero/pairs"))[0] == 401
             assert (await stand.get("/hetero/pairs", Authorization="Bearer wrong"))[0] == 401
             await _state(stand, decode.url, "healthy")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     _, said = await stand.get("/hetero/pairs", Authorization="Bearer key")
                     if said["pairs"][0]["fit"] == "no":
@@ -391,7 +391,7 @@ def test_a_server_that_wants_a_key_is_told_apart_from_one_that_is_stock() -> Non
         prefill, decode = pair()
         decode.key = "secret"
         async with standing(prefill, decode, ready=False) as stand:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while "--api-key" not in str((await stand.get("/hetero/pairs"))[1]["pairs"]):
                     await asyncio.sleep(0.01)
             status, answer = await stand.post("/generate", BODY)
@@ -411,7 +411,7 @@ def test_what_is_counted() -> None:
             assert await stand.figure(f'{tokens}{{role="prefill"') == 100
             assert await stand.figure(f'{tokens}{{role="decode"') == 104
             before.answer(token("p"))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await stand.figure(f'{tokens}{{role="prefill"'):
                     await asyncio.sleep(0.01)
             now.answer(token("d"))

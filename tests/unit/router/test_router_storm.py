@@ -77,20 +77,20 @@ def test_a_storm() -> None:
             await asyncio.gather(*(one(number) for number in range(REQUESTS)))
             assert sum(ends.values()) == REQUESTS
             assert ends["whole"] > REQUESTS / 2 and ends["broken"] and ends["left"], ends
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while await stand.figure("sglang_hetero:router_outstanding"):
                     await asyncio.sleep(0.01)
             # Some have left before the router knew them.
             assert REQUESTS - ends["left"] <= await stand.figure("sglang_hetero:router_requests_total") <= REQUESTS
             for server in servers:
                 for call in server.seen:
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(60):
                         await call.over.wait()
             # Rooms are never used again, whatever was tried.
             rooms = [call.room for server in servers for call in server.seen if server.role is Side.DECODE]
             assert len(set(rooms)) == len(rooms)
             gc.collect()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while len(asyncio.all_tasks()) > before:
                     await asyncio.sleep(0.01)
 
