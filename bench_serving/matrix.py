@@ -10,7 +10,7 @@ import fcntl
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from bench_serving import matrix_identity, matrix_plan, matrix_report
@@ -27,6 +27,8 @@ from sglang_hetero.launcher.stopping import Stopped, raise_on_signals
 OUT = Path("out/matrix")
 DEFAULTS = Options(mtp=3, max_tokens=0, max_requests=0)
 """0: room for the concurrency of the cell (matrix_plan.sized)."""
+FOR_ANY_SERVERS = frozenset({"model", "start_seconds"})
+"""Options that hold for --start, too."""
 INTERRUPTED = 130
 
 EPILOG = """examples:
@@ -110,7 +112,17 @@ def _starter(arguments: argparse.Namespace) -> Launcher | Command:
 def _checked(
     starter: Launcher | Command, options: Options, topologies: Sequence[str], scale: matrix_plan.Scale
 ) -> None:
-    """What would fail in each cell fails now."""
+    """What would fail in each cell fails now, and what would have no effect is refused."""
+    if options.log_dir is not None:
+        raise OptionError("--log-dir: the logs of a matrix go to its --out folder")
+    if isinstance(starter, Command):
+        mine = [
+            f"--{each.name.replace('_', '-')}"
+            for each in fields(Options)
+            if each.name not in FOR_ANY_SERVERS and getattr(options, each.name) != getattr(DEFAULTS, each.name)
+        ]
+        if mine:
+            raise OptionError(f"{', '.join(mine)}: of our launcher; put it into the command of --start")
     for name in topologies:
         found = topology.parse(name)
         if isinstance(starter, Launcher):

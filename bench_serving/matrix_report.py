@@ -46,9 +46,9 @@ h1 { font-size: 1.6rem; margin: 0 0 .2rem } h2 { font-size: 1.15rem; margin: 2.2
 .warn { border-left-color: #ea580c; background: #fff7ed } .bad { border-left-color: #dc2626; background: #fef2f2 }
 table { border-collapse: collapse; font-size: 13px; width: 100% }
 .wide { overflow-x: auto }
-th, td { padding: .28rem .5rem; text-align: right; border-bottom: 1px solid #e5e7eb; white-space: nowrap;
+th, td { padding: .28rem .4rem; text-align: right; border-bottom: 1px solid #e5e7eb; white-space: nowrap;
          font-variant-numeric: tabular-nums; vertical-align: top }
-th { color: #6b7280; font-weight: 600; border-bottom: 2px solid #cbd5e1 }
+th { color: #6b7280; font-weight: 600; border-bottom: 2px solid #cbd5e1; white-space: normal; vertical-align: bottom }
 .text { text-align: left } .free { text-align: left; white-space: normal }
 code { white-space: nowrap }
 tr.first td { border-top: 2px solid #cbd5e1 }
@@ -116,7 +116,7 @@ def _spread(value: Spread | None) -> str:
 def _figures(found: Sequence[Summary], seed: Seed) -> str:
     metrics = [*METRICS, "accept_length"]
     heads = [
-        ("text", "output x concurrency"),
+        ("text", "output x conc."),
         ("text", "topology"),
         ("", "devices"),
         ("", "rounds"),

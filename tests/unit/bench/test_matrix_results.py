@@ -177,11 +177,23 @@ def test_a_run_in_which_everything_fails_ends(tmp_path, monkeypatch):
     assert len(found.done()) == 3
 
 
+def test_failures_that_are_not_in_a_row_do_not_end_it(tmp_path, monkeypatch):
+    def figures(_self, cell):
+        if cell.topology != "p2_d1":
+            return dict(FIGURES)
+        raise HeteroError("no memory")
+
+    monkeypatch.setattr(matrix_run.Matrix, "_figures", figures)
+    found = built(tmp_path, "--rounds", "2")
+    found.run()
+    assert len(found.done()) == 20 and len(found.todo()) == 4
+
+
 @pytest.mark.parametrize(("variable", "value"), [("SGLANG_HETERO_STATE", "pull"), ("SGLANG_HETERO_LAYERWISE", "0")])
 def test_options_of_the_transfer_are_part_of_the_key(tmp_path, monkeypatch, variable, value):
     before = built(tmp_path).key(CELL)
     assert built(tmp_path).key(CELL) == before
-    assert built(tmp_path, "--port", "31000", "--log-dir", "logs").key(CELL) == before
+    assert built(tmp_path, "--port", "31000", "--start-seconds", "9").key(CELL) == before
     monkeypatch.setenv(variable, value)
     assert built(tmp_path).key(CELL) != before
 
@@ -216,6 +228,11 @@ def test_secrets_are_not_told(tmp_path, monkeypatch):
         (["--start", "up", "--tokenizer", "."], "say with {topology}"),
         (["--start", "up {topology}", "--tokenizer", "/nowhere"], "no folder"),
         (["--tokenizer", "."], "goes with --start"),
+        (["--log-dir", "logs"], "--log-dir: the logs of a matrix go to its --out folder"),
+        (
+            ["--start", "{topology}", "--tokenizer", ".", "--mtp", "2", "--chunk", "64"],
+            "--mtp, --chunk: of our launcher",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path, capsys, given, reason):
