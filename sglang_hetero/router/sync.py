@@ -2,12 +2,14 @@
 
 sglang-router 0.3.2 takes a worker up after it has found it healthy, so that one that was asked for is not in its list
 for a while; it cannot change one, only remove and add it. A worker may carry labels, which its list shows as metadata:
-by one of them a worker is known as added by us, also after a restart of ours.
+by one of them a worker is known as added by us, also after a restart of ours. With --dp-aware its list has a worker for
+each attention-DP replica, `URL@replica`; one request adds them all, and none removes one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -21,6 +23,8 @@ LABEL = "sglang-hetero-sync"
 """Its value is whose worker it is: `--name`."""
 MAX_SHOWN = 300
 """Characters of the router's own words."""
+_REPLICA = re.compile(r"(.+)@\d+")
+DP_AWARE = "sglang-router lets go of no worker that it has listed by --dp-aware: start it again without that"
 
 
 class _Worker(msgspec.Struct):
@@ -39,13 +43,15 @@ class _Workers(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of the router. bootstrap_port: 0 if it has none. owner: whose it is, empty if nobody says."""
+    """One worker of the router. url: of its server. bootstrap_port: 0 if it has none. owner: whose it is, empty if
+    nobody says. replica: whether it is one of several that the router has of one server (--dp-aware)."""
 
     id: str
     url: str
     role: str
     bootstrap_port: int
     owner: str
+    replica: bool = False
 
     @property
     def label(self) -> str:
@@ -60,7 +66,7 @@ class Do(StrEnum):
     ADD = "add"
     REMOVE = "remove"
     LEAVE = "leave"
-    """Nothing, though the router has something else there: it is not ours."""
+    """Nothing, though it should be otherwise: it is not ours, or the router cannot do it."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +87,20 @@ def read_workers(data: bytes) -> tuple[Worker, ...]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RouterError(f"GET /workers is not answered as by sglang-router 0.3: {str(error)[:MAX_SHOWN]}") from None
     return tuple(
-        Worker(one.id, _clean(one.url), one.worker_type, one.bootstrap_port or 0, str(one.metadata.get(LABEL, "")))
+        Worker(one.id, url, one.worker_type, one.bootstrap_port or 0, str(one.metadata.get(LABEL, "")), replica)
         for one in found
+        for url, replica in [_clean(one.url)]
     )
 
 
-def _clean(url: str) -> str:
-    """As records have it, so that the two can be compared; what is no such URL is left as it is."""
+def _clean(url: str) -> tuple[str, bool]:
+    """As records have it, so that the two can be compared, and whether it names a replica of that server; what is no
+    such URL is left as it is."""
+    found = _REPLICA.fullmatch(url)
     try:
-        return clean_url(url)
+        return clean_url(found[1] if found else url), found is not None
     except RecordError:
-        return url
+        return url, False
 
 
 def spec(instance: Instance, owner: str, key: str | None) -> dict[str, Any]:
@@ -105,12 +114,19 @@ def spec(instance: Instance, owner: str, key: str | None) -> dict[str, Any]:
 
 
 def changes(
-    wanted: Iterable[Instance], present: Sequence[Worker], owner: str, *, own_all: bool, complete: bool
+    wanted: Iterable[Instance],
+    present: Sequence[Worker],
+    owner: str,
+    *,
+    own_all: bool,
+    complete: bool,
+    later: Collection[str] = (),
 ) -> list[Change]:
     """What to do, removals first.
 
     own_all: workers that somebody else has added are ours, too. complete: whether `wanted` is all that there is; if
-    not, nothing is removed for not being in it.
+    not, nothing is removed for not being in it. later: URLs of those in `wanted` that cannot be added yet, for want of
+    something; if the router has them they stay.
     """
     by_url: dict[str, Instance] = {}
     for one in wanted:
@@ -123,20 +139,26 @@ def changes(
         instance = by_url.get(worker.url)
         if instance is None:
             if mine and complete:
-                removed.append(Change(Do.REMOVE, worker.label, "it is gone", worker.id))
+                removed.append(_removal(worker, "it is gone"))
             continue
         kept.add(worker.url)
         differs = _difference(worker, instance)
         if differs and mine:
             # It is added again in the next round, when the router has let go of the address.
-            removed.append(Change(Do.REMOVE, worker.label, differs, worker.id))
+            removed.append(_removal(worker, differs))
         elif differs:
             removed.append(Change(Do.LEAVE, worker.label, f"{differs}, but somebody else has added it (--own-all)"))
     for url, instance in by_url.items():
-        if url not in kept:
+        if url not in kept and url not in later:
             port = f", bootstrap port {instance.bootstrap_port}" if instance.bootstrap_port else ""
             added.append(Change(Do.ADD, f"{instance.label}{port}", "it is there", instance=instance))
     return removed + added
+
+
+def _removal(worker: Worker, why: str) -> Change:
+    if worker.replica:
+        return Change(Do.LEAVE, worker.label, f"{why}, but stays in the router's list: {DP_AWARE}")
+    return Change(Do.REMOVE, worker.label, why, worker.id)
 
 
 def _difference(worker: Worker, instance: Instance) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 ROUTER_KEY = "SGLANG_ROUTER_API_KEY"
 TIMEOUT_SECONDS = 10.0
-"""For each answer of the router, or of a server that is asked for its bootstrap port."""
+"""For an answer of the router altogether, and for those of all servers that are asked for their bootstrap ports."""
+STOP_SECONDS = 0.2
+"""How soon a wait for an answer notices that this is to end."""
+ASKED_AT_ONCE = 16
+"""Servers; an answer may be long."""
 ASK_AGAIN_SECONDS = 60.0
 """How long a worker that was asked for may be missing in the router's list until it is asked for again. The router
 itself goes on looking for it for as long as its --worker-startup-timeout-secs says."""
@@ -88,12 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         Sync(
             members,
-            Router(url, arguments.router_api_key or os.environ.get(ROUTER_KEY)),
+            Router(url, arguments.router_api_key or os.environ.get(ROUTER_KEY), stop),
             owner=arguments.name,
             own_all=arguments.own_all,
             key=arguments.api_key or os.environ.get(KEY),
             say=lambda text: print(text, flush=True),
-        ).run(stop, arguments.interval_secs)
+            stop=stop,
+        ).run(arguments.interval_secs)
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), former, strict=True):
             signal.signal(number, handler)
@@ -101,28 +107,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Router:
-    """sglang-router's HTTP API for its workers."""
+class NoAnswer(RouterError):
+    """Nobody answers there, or not in time, or this is to end."""
 
-    def __init__(self, url: str, key: str | None) -> None:
-        self.url, self._key = url, key
+
+class Router:
+    """sglang-router's HTTP API for its workers. Everything raises NoAnswer if it is away."""
+
+    def __init__(self, url: str, key: str | None, stop: threading.Event | None = None) -> None:
+        """stop: ends a wait for an answer."""
+        self.url, self._key, self._stop = url, key, stop or threading.Event()
 
     def workers(self) -> tuple[Worker, ...]:
-        """Those in its list. Raises RouterError if it is away."""
+        """Those in its list. Raises RouterError."""
         from .sync import read_workers
 
         return read_workers(self._ask("GET", "/workers"))
 
     def add(self, body: dict[str, Any]) -> str:
         """Ask for a worker; its id. The router takes it up when it has found it healthy. Raises RouterError."""
-        answer = msgspec.json.decode(self._ask("POST", "/workers", msgspec.json.encode(body)))
+        data = self._ask("POST", "/workers", msgspec.json.encode(body))
+        try:
+            answer = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RouterError(f"POST /workers is not answered as by sglang-router 0.3: {error}") from None
         return str(answer.get("worker_id", "")) if isinstance(answer, dict) else ""
 
     def fate(self, worker: str) -> str:
         """What has become of a worker that was asked for: the router's words, empty while it is looked for."""
         try:
             answer = msgspec.json.decode(self._ask("GET", f"/workers/{worker}"))
-        except (HeteroError, msgspec.DecodeError) as error:
+        except NoAnswer:
+            raise
+        except (HeteroError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return str(error)
         job = answer.get("job_status") if isinstance(answer, dict) else None
         if not isinstance(job, dict) or job.get("status") != "failed":
@@ -130,14 +147,14 @@ class Router:
         return str(job.get("message"))[:SHOWN]
 
     def remove(self, worker: str) -> None:
-        """Raises RouterError."""
+        """Have it let go of a worker. Raises RouterError."""
         self._ask("DELETE", f"/workers/{worker}", gone_is_fine=True)
 
     def _ask(self, method: str, path: str, data: bytes | None = None, *, gone_is_fine: bool = False) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        status, answer = _fetch(method, self.url + path, headers, data)
+        status, answer = _fetch(method, self.url + path, headers, data, stop=self._stop)
         if status in (401, 403):
             raise RouterError(f"{self.url} wants its key for {method} {path}: give --router-api-key")
         if not 200 <= status < 300 and not (gone_is_fine and status == 404):
@@ -147,23 +164,60 @@ class Router:
         return answer
 
 
-def _fetch(method: str, url: str, headers: dict[str, str], data: bytes | None = None) -> tuple[int, bytes]:
-    """Status and body. Raises RouterError if there is no answer."""
-    import requests
+def _fetch(
+    method: str, url: str, headers: dict[str, str], data: bytes | None = None, *, stop: threading.Event
+) -> tuple[int, bytes]:
+    """Status and body. Raises NoAnswer, or RouterError for a body that is too long."""
+    (found,) = _fetch_all(method, [url], headers, data, stop=stop)
+    if isinstance(found, RouterError):
+        raise found
+    return found
 
-    try:
-        with requests.Session() as session:
-            session.trust_env = False  # a proxy of the environment must not see loopback
-            with session.request(
-                method, url, headers=headers, data=data, timeout=TIMEOUT_SECONDS, stream=True, allow_redirects=False
-            ) as reply:
-                found: bytes = reply.raw.read(MAX_ANSWER + 1, decode_content=True)
-                status: int = reply.status_code
-    except (requests.RequestException, OSError, ValueError) as error:
-        raise RouterError(f"{url} does not answer: {error}") from None
-    if len(found) > MAX_ANSWER:
-        raise RouterError(f"{url} answers with more than {MAX_ANSWER} bytes")
-    return status, found
+
+def _fetch_all(
+    method: str, urls: Iterable[str], headers: dict[str, str], data: bytes | None = None, *, stop: threading.Event
+) -> list[tuple[int, bytes] | RouterError]:
+    """Status and body of each, or why there are none. All of it takes TIMEOUT_SECONDS at most, whatever is answered."""
+    return asyncio.run(_all_of(method, list(urls), headers, data, stop))
+
+
+async def _all_of(
+    method: str, urls: list[str], headers: dict[str, str], data: bytes | None, stop: threading.Event
+) -> list[tuple[int, bytes] | RouterError]:
+    import aiohttp
+
+    from .ask import in_words, read_at_most
+
+    places = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def one(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes] | RouterError:
+        try:
+            async with (
+                places,
+                session.request(method, url, headers=headers, data=data, allow_redirects=False) as answer,
+            ):
+                return answer.status, await read_at_most(answer, MAX_ANSWER)
+        except RouterError as error:
+            return error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return NoAnswer(f"{url} does not answer: {in_words(error)}")
+
+    # A session as it is by default takes no proxy of the environment, and the limit is that of all below.
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        tasks = [asyncio.create_task(one(session, url)) for url in urls]
+        until = time.monotonic() + TIMEOUT_SECONDS
+        while not stop.is_set() and time.monotonic() < until:
+            _, left = await asyncio.wait(tasks, timeout=STOP_SECONDS)
+            if not left:
+                break
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    why = "this is to end" if stop.is_set() else f"no whole answer within {TIMEOUT_SECONDS:g} s"
+    return [
+        NoAnswer(f"{url} does not answer: {why}") if task.cancelled() else task.result()
+        for url, task in zip(urls, tasks, strict=True)
+    ]
 
 
 class Sync:
@@ -178,30 +232,38 @@ class Sync:
         own_all: bool,
         key: str | None,
         say: Callable[[str], None],
+        stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """stop: ends `run`, and whatever is waited for. say: prints a line."""
         self._members, self._router, self._owner, self._own_all, self._key = members, router, owner, own_all, key
         self._say, self._clock = say, clock
+        self._stop = stop or threading.Event()
         self._away = ""
         self._asked: dict[str, tuple[Instance, float, str]] = {}
-        """Workers that are to come, by URL: the record they were asked for with, when, and their id."""
+        """Workers that are to come, by URL: the record they were asked for with, when, and their id; no id of those
+        that the router has refused."""
         self._ports: dict[tuple[str, str], int] = {}
         """Bootstrap ports that servers have told, by URL and incarnation."""
+        self._silent: set[tuple[str, str]] = set()
+        """Those that did not tell it when they were asked last. They are asked after the others."""
         self._told: dict[str, str] = {}
-        """What was said last of a URL that nothing can be done for."""
+        """What was said last of a URL, or of a worker of the router by its id, for which nothing can be done."""
+        self._failed: set[str] = set()
+        """Labels of changes that the router has not made. They come after the others."""
 
-    def run(self, stop: threading.Event, interval: float) -> None:
+    def run(self, interval: float) -> None:
         """Until `stop` is set."""
         wake = threading.Event()
         self._members.subscribe(wake.set)
-        while not stop.is_set():
+        while not self._stop.is_set():
             wake.clear()
             try:
                 self.step()
             except Exception:  # it must not end while nobody looks
                 logger.exception("this round has failed; the next one comes")
             deadline = self._clock() + interval
-            while not stop.is_set() and not wake.is_set() and self._clock() < deadline:
+            while not self._stop.is_set() and not wake.is_set() and self._clock() < deadline:
                 wake.wait(min(0.5, max(0.0, deadline - self._clock())))
 
     def step(self) -> None:
@@ -210,18 +272,22 @@ class Sync:
 
         # In this order: a set that is not whole must not be taken for one that is.
         complete = not self._members.trouble
-        wanted = [one for one in map(self._complete, self._members.snapshot()) if one is not None]
+        wanted, later = self._with_ports(self._members.snapshot())
         try:
             present = self._router.workers()
             self._is_back(len(present))
-            steps = sync.changes(wanted, present, self._owner, own_all=self._own_all, complete=complete)
-            here = {worker.url for worker in present}
-            for url in [url for url in self._asked if url in here or url not in {one.url for one in wanted}]:
-                del self._asked[url]
-            for change in steps:
+            steps = sync.changes(wanted, present, self._owner, own_all=self._own_all, complete=complete, later=later)
+            here, there = {worker.url for worker in present}, {one.url for one in wanted}
+            self._asked = {url: asked for url, asked in self._asked.items() if url in there - here}
+            about = there | {key for worker in present for key in (worker.id, worker.label)}
+            self._told = {key: text for key, text in self._told.items() if key in about}
+            self._failed &= {change.label for change in steps}
+            for change in sorted(steps, key=lambda one: one.label in self._failed):
+                if self._stop.is_set():
+                    return
                 self._do(change)
         except HeteroError as error:
-            if not self._away:
+            if not self._away and not self._stop.is_set():
                 self._say(f"router: {error}; waiting for it")
             self._away = str(error)
 
@@ -232,58 +298,111 @@ class Sync:
         self._away = ""
 
     def _do(self, change: Change) -> None:
-        from .sync import Do, spec
+        """What the router refuses is said, once, and does not keep the others from it. Raises NoAnswer."""
+        from .sync import Do
 
-        if change.do is Do.REMOVE:
-            self._router.remove(change.id)
-            self._say(f"- {change.label}: {change.why}")
-        elif change.do is Do.LEAVE:
-            self._say_once(change.label, f"! {change.label}: {change.why}")
-        elif change.instance is not None and not self._pending(change.instance):
-            worker = self._router.add(spec(change.instance, self._owner, self._key))
-            if change.instance.url not in self._told:
-                self._say(f"+ {change.label}: {change.why}")
-            self._asked[change.instance.url] = (change.instance, self._clock(), worker)
+        try:
+            if change.do is Do.REMOVE:
+                self._router.remove(change.id)
+                self._say_once(change.id, f"- {change.label}: {change.why}")
+            elif change.do is Do.LEAVE:
+                self._say_once(change.label, f"! {change.label}: {change.why}")
+            elif change.instance is not None and not self._pending(change.instance):
+                self._add(change, change.instance)
+            self._failed.discard(change.label)
+        except NoAnswer as error:
+            self._failed.add(change.label)
+            raise NoAnswer(f"{error}; {change.do} {change.label}") from None
+        except RouterError as error:
+            self._failed.add(change.label)
+            about = change.id if change.instance is None else change.instance.url
+            self._say_once(about, f"! {change.label} cannot be {_DONE[change.do]}: {error}")
+
+    def _add(self, change: Change, instance: Instance) -> None:
+        from .sync import spec
+
+        former = self._asked.get(instance.url)
+        self._asked[instance.url] = (instance, self._clock(), "")
+        worker = self._router.add(spec(instance, self._owner, self._key))
+        if former is None or former[0] != instance or not former[2]:
+            self._say(f"+ {change.label}: {change.why}")
+        self._asked[instance.url] = (instance, self._clock(), worker)
 
     def _pending(self, instance: Instance) -> bool:
-        """Whether the router has been asked for it and still looks for it."""
+        """Whether the router has been asked for it, and is not to be asked again yet."""
         asked = self._asked.get(instance.url)
-        if asked is None or asked[0] != instance:
+        if asked is None or asked[0] != instance or self._clock() - asked[1] >= ASK_AGAIN_SECONDS:
             return False
-        if self._clock() - asked[1] < ASK_AGAIN_SECONDS:
-            fate = self._router.fate(asked[2])
-            if fate:
-                self._say_once(instance.url, f"! {instance.label} is not taken up yet: {fate}")
-            return True
-        return False
+        fate = self._router.fate(asked[2]) if asked[2] else ""
+        if fate:
+            self._say_once(instance.url, f"! {instance.label} is not taken up yet: {fate}")
+        return True
 
-    def _complete(self, instance: Instance) -> Instance | None:
-        """A prefill server with its bootstrap port, which one that is known by URL only tells itself; None if it cannot
-        be asked now."""
+    def _with_ports(self, instances: Iterable[Instance]) -> tuple[list[Instance], set[str]]:
+        """All of them, prefill servers with their bootstrap ports, which those that are known by URL only tell
+        themselves; and the URLs of those that could not be asked."""
         from msgspec.structs import replace
 
-        from sglang_hetero.discovery.record import decode_description
         from sglang_hetero.layout.manifest import Side
 
-        if instance.role is not Side.PREFILL or instance.bootstrap_port:
-            return instance
-        place = (instance.url, instance.incarnation)
-        if place not in self._ports:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        found, unknown = [], []
+        for one in instances:
+            if one.role is not Side.PREFILL or one.bootstrap_port:
+                found.append(one)
+            else:
+                unknown.append(one)
+        self._learn(unknown)
+        found += [replace(one, bootstrap_port=self._ports.get(_place(one), 0)) for one in unknown]
+        return found, {one.url for one in unknown if _place(one) in self._silent}
+
+    def _learn(self, unknown: list[Instance]) -> None:
+        """Ask servers for the ports that they have not told yet."""
+        places = {_place(one) for one in unknown}
+        self._ports = {place: port for place, port in self._ports.items() if place in places}
+        self._silent &= places
+        new = sorted(
+            (one for one in unknown if _place(one) not in self._ports), key=lambda one: _place(one) in self._silent
+        )
+        if not new:
+            return
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        answers = _fetch_all("GET", [f"{one.url}/hetero/instance" for one in new], headers, stop=self._stop)
+        for one, answer in zip(new, answers, strict=True):
             try:
-                status, data = _fetch("GET", f"{instance.url}/hetero/instance", headers)
-                if status == 404:
-                    self._say_once(instance.url, f"! {instance.label} does not tell its bootstrap port: give it")
-                    return instance
-                if status != 200:
-                    raise RouterError(f"HTTP {status}{': give --api-key' if status == 401 else ''}")
-                self._ports[place] = decode_description(data).instance.bootstrap_port
+                port = _port(answer)
             except HeteroError as error:
-                self._say_once(instance.url, f"! {instance.label} is not added yet, for want of its port: {error}")
-                return None
-        return replace(instance, bootstrap_port=self._ports[place])
+                self._silent.add(_place(one))
+                if not self._stop.is_set():
+                    self._say_once(one.url, f"! {one.label} is not added yet, for want of its port: {error}")
+                continue
+            self._silent.discard(_place(one))
+            if port is None:
+                self._say_once(one.url, f"! {one.label} does not tell its bootstrap port: give it")
+            else:
+                self._ports[_place(one)] = port
 
     def _say_once(self, about: str, text: str) -> None:
         if self._told.get(about) != text:
             self._told[about] = text
             self._say(text)
+
+
+_DONE = {"add": "added", "remove": "removed"}
+
+
+def _place(one: Instance) -> tuple[str, str]:
+    return one.url, one.incarnation
+
+
+def _port(answer: tuple[int, bytes] | RouterError) -> int | None:
+    """The bootstrap port that a server has told; None if it has no such route. Raises HeteroError with the cause."""
+    from sglang_hetero.discovery.record import decode_description
+
+    if isinstance(answer, RouterError):
+        raise answer
+    status, data = answer
+    if status == 404:
+        return None
+    if status != 200:
+        raise RouterError(f"HTTP {status}{': give --api-key' if status == 401 else ''}")
+    return decode_description(data).instance.bootstrap_port

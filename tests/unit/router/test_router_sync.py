@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from sglang_hetero.errors import RouterError
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.router import sync_command
 from sglang_hetero.router.sync import LABEL, Do, Worker, changes, read_workers, spec
-from sglang_hetero.router.sync_command import ASK_AGAIN_SECONDS, Router, Sync
+from sglang_hetero.router.sync_command import ASK_AGAIN_SECONDS, NoAnswer, Router, Sync
 
 OWNER = "us"
 
@@ -147,14 +148,18 @@ class FakeRouter:
         self.gone: list[str] = []
         self.away = False
         self.said = ""
+        self.refuses: dict[str, RouterError] = {}
+        """What it says to a request about a URL, or a worker by its id."""
 
     def workers(self):
         if self.away:
-            raise RouterError("http://router:1 does not answer: refused")
+            raise NoAnswer("http://router:1 does not answer: refused")
         return tuple(self.list)
 
     def add(self, body):
         self.asked.append(body)
+        if body["url"] in self.refuses:
+            raise self.refuses[body["url"]]
         return f"id of {body['url']}"
 
     def fate(self, worker):
@@ -162,12 +167,14 @@ class FakeRouter:
 
     def remove(self, worker):
         self.gone.append(worker)
+        if worker in self.refuses:
+            raise self.refuses[worker]
         self.list = [one for one in self.list if one.id != worker]
 
     def take_up(self) -> None:
         for body in self.asked:
             known = {one.url for one in self.list}
-            if body["url"] not in known:
+            if body["url"] not in known | self.refuses.keys():
                 owner, port = body["labels"][LABEL], body.get("bootstrap_port", 0)
                 self.list.append(Worker(f"id of {body['url']}", body["url"], body["worker_type"], port, owner))
 
@@ -191,6 +198,7 @@ class Bench:
         self.members, self.router = Members(*now), FakeRouter()
         self.lines: list[str] = []
         self.now = 0.0
+        self.stop = threading.Event()
         self.sync = self.again()
 
     def again(self) -> Sync:
@@ -201,6 +209,7 @@ class Bench:
             own_all=False,
             key=None,
             say=self.lines.append,
+            stop=self.stop,
             clock=lambda: self.now,
         )
         return self.sync
@@ -303,21 +312,21 @@ def test_after_a_restart_it_knows_its_workers() -> None:
 
 def test_it_goes_on_after_a_round_that_fails_and_wakes_at_a_change() -> None:
     bench = Bench(decode())
-    stop, looked = threading.Event(), threading.Semaphore(0)
+    looked = threading.Semaphore(0)
 
     def workers():
         looked.release()
         raise ZeroDivisionError("0")
 
     bench.router.workers = workers
-    thread = threading.Thread(target=bench.sync.run, args=(stop, 1e9))
+    thread = threading.Thread(target=bench.sync.run, args=(1e9,))
     thread.start()
     try:
         assert looked.acquire(timeout=20)
         bench.members.callbacks[0]()
         assert looked.acquire(timeout=20), "a change of servers did not wake it"
     finally:
-        stop.set()
+        bench.stop.set()
         thread.join(20)
     assert not thread.is_alive()
 
@@ -356,13 +365,11 @@ class Away:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.headers: list[dict[str, str]] = []
-        monkeypatch.setattr(sync_command, "_fetch", self.fetch)
+        monkeypatch.setattr(sync_command, "_fetch_all", self.fetch)
 
-    def fetch(self, method, url, headers, data=None):
-        self.headers.append(headers)
-        if url not in self.answers:
-            raise RouterError(f"{url} does not answer: refused")
-        return self.answers[url]
+    def fetch(self, method, urls, headers, data=None, *, stop):
+        self.headers += [headers] * len(urls)
+        return [self.answers.get(url) or NoAnswer(f"{url} does not answer: refused") for url in urls]
 
 
 def test_a_prefill_that_is_given_without_its_port_is_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,3 +407,155 @@ def test_the_routers_own_refusals_are_told_with_the_remedy(monkeypatch: pytest.M
     away.answers = {"http://r:1/workers/7": (404, b"{}")}
     router.remove("7")  # it is gone already
     assert all(headers["Authorization"] == "Bearer key" for headers in away.headers)
+
+
+def test_a_living_prefill_that_cannot_be_asked_for_its_port_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither after a restart of ours, nor after one of the server."""
+    bench, away = Bench(prefill(port=0)), Away(monkeypatch)
+    bench.router.list = [worker(prefill(port=9123))]
+    away.answers["http://p0:1/hetero/instance"] = (500, b"busy")
+    bench.sync.step()
+    assert bench.router.gone == [] and "for want of its port" in bench.lines[0]
+    description = Description(instance=Instance(role=Side.PREFILL, url="http://0.0.0.0:1", bootstrap_port=9123))
+    away.answers["http://p0:1/hetero/instance"] = (200, encode_description(description))
+    bench.sync.step()
+    away.answers.clear()
+    bench.members.now = (prefill(port=0, incarnation="second"),)
+    bench.sync.step()
+    assert bench.router.gone == [] and bench.router.asked == []
+    bench.members.now = ()
+    bench.sync.step()
+    assert bench.router.gone == ["id of http://p0:1"]  # that it is gone is known without its port
+
+
+def test_servers_that_tell_their_port_do_not_wait_for_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, away = Bench(prefill(0, port=0), prefill(1, port=0)), Away(monkeypatch)
+    description = Description(instance=Instance(role=Side.PREFILL, url="http://0.0.0.0:1", bootstrap_port=9123))
+    away.answers["http://p1:1/hetero/instance"] = (200, encode_description(description))
+    bench.sync.step()
+    assert [body["url"] for body in bench.router.asked] == ["http://p1:1"]
+    first = []
+    monkeypatch.setattr(sync_command, "_fetch_all", lambda method, urls, *_, **__: first.append(urls) or [NoAnswer("")])
+    bench.members.now = (prefill(0, port=0), prefill(1, port=0), prefill(2, port=0))
+    with pytest.raises(ValueError, match="shorter"):  # one answer for two
+        bench.sync.step()
+    assert first == [["http://p2:1/hetero/instance", "http://p0:1/hetero/instance"]]
+
+
+REPLICAS = {
+    "workers": [
+        {"id": f"{url}@{rank}", "url": f"{url}@{rank}", "worker_type": role, "metadata": {LABEL: OWNER}}
+        | ({"bootstrap_port": 8998} if role == "prefill" else {})
+        for url, role in (("http://p0:1", "prefill"), ("http://d0:1", "decode"))
+        for rank in range(2)
+    ]
+}
+
+
+def test_replicas_are_workers_of_their_server() -> None:
+    """sglang-router --dp-aware lists each, and takes no DELETE of one."""
+    present = read_workers(json.dumps(REPLICAS).encode())
+    assert {(one.url, one.replica) for one in present} == {("http://p0:1", True), ("http://d0:1", True)}
+    assert what([prefill(), decode()], present) == []
+    bench = Bench(prefill())
+    bench.router.list = list(present)
+    for _ in range(3):
+        bench.sync.step()
+    assert bench.router.gone == [] and bench.router.asked == []
+    (line,) = bench.lines
+    assert line.startswith("! decode http://d0:1: it is gone, but stays") and "--dp-aware" in line
+
+
+def test_one_worker_that_the_router_refuses_does_not_keep_the_others_from_it() -> None:
+    bench = Bench(prefill(0), prefill(1), decode(0))
+    bench.router.list = [worker(decode(9))]
+    bench.router.refuses = {
+        "http://p0:1": RouterError("POST /workers says HTTP 400: invalid"),
+        "id of http://d9:1": RouterError("DELETE says HTTP 500: job queue"),
+    }
+    for _ in range(3):
+        bench.sync.step()
+        bench.router.take_up()
+    assert {one.url for one in bench.router.list} == {"http://d9:1", "http://p1:1", "http://d0:1"}
+    assert [line for line in bench.lines if line[0] == "!"] == [
+        "! decode http://d9:1 cannot be removed: DELETE says HTTP 500: job queue",
+        "! prefill http://p0:1, bootstrap port 8998 cannot be added: POST /workers says HTTP 400: invalid",
+    ]
+    assert len([body for body in bench.router.asked if body["url"] == "http://p0:1"]) == 1
+    bench.router.refuses.clear()
+    bench.now += ASK_AGAIN_SECONDS
+    bench.sync.step()
+    assert sorted(bench.lines[-2:]) == [
+        "+ prefill http://p0:1, bootstrap port 8998: it is there",
+        "- decode http://d9:1: it is gone",
+    ]
+
+
+def test_a_request_without_an_answer_ends_the_round_and_is_the_last_one_of_the_next() -> None:
+    bench = Bench(prefill(0), prefill(1))
+    bench.router.refuses["http://p0:1"] = NoAnswer("http://router:1/workers does not answer: no whole answer")
+    bench.sync.step()
+    assert [body["url"] for body in bench.router.asked] == ["http://p0:1"]
+    assert "add prefill http://p0:1" in bench.lines[0]
+    bench.sync.step()
+    assert [body["url"] for body in bench.router.asked] == ["http://p0:1", "http://p1:1", "http://p0:1"]
+
+
+class Slow:
+    """A server whose answer never ends, a byte at a time."""
+
+    def __init__(self, beginning: bytes) -> None:
+        self._listener, self._beginning = socket.create_server(("127.0.0.1", 0)), beginning
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.asked, self._ended = threading.Event(), threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                threading.Thread(target=self._answer, args=(self._listener.accept()[0],), daemon=True).start()
+            except OSError:
+                return
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                connection.recv(4096)
+                connection.sendall(self._beginning)
+                self.asked.set()
+                while not self._ended.wait(0.05):
+                    connection.sendall(b"a")
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._ended.set()
+        self._listener.close()
+
+
+@pytest.fixture(
+    params=[b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"HTTP/1.1 200 OK\r\nA: "], ids=["body", "head"]
+)
+def slow(request):
+    server = Slow(request.param)
+    yield server
+    server.close()
+
+
+def test_a_server_that_trickles_its_answer_is_given_up(slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_command, "TIMEOUT_SECONDS", 0.5)
+    bench = Bench(Instance(role=Side.PREFILL, url=slow.url), decode())
+    bench.sync.step()
+    assert slow.asked.is_set() and f"{slow.url}/hetero/instance does not answer: no whole answer" in bench.lines[0]
+    assert [body["url"] for body in bench.router.asked] == ["http://d0:1"]
+
+
+def test_the_end_does_not_wait_for_an_answer(slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_command, "TIMEOUT_SECONDS", 1e9)
+    bench = Bench(Instance(role=Side.PREFILL, url=slow.url))
+    thread = threading.Thread(target=bench.sync.run, args=(1e9,), daemon=True)
+    thread.start()
+    assert slow.asked.wait(20)
+    bench.stop.set()
+    thread.join(20)
+    assert not thread.is_alive() and bench.lines == []

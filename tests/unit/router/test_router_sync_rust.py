@@ -117,8 +117,16 @@ def test_the_real_router_has_the_workers_that_there_are(tmp_path: Path) -> None:
         try:
             router.start()
             members = Changing(prefill.instance, decode.instance)
-            sync = Sync(members, Router(router.url, None), owner="us", own_all=False, key="secret", say=lines.append)
-            thread = threading.Thread(target=sync.run, args=(stop, 0.2))
+            sync = Sync(
+                members,
+                Router(router.url, None),
+                owner="us",
+                own_all=False,
+                key="secret",
+                say=lines.append,
+                stop=stop,
+            )
+            thread = threading.Thread(target=sync.run, args=(0.2,))
             thread.start()
 
             def workers() -> dict[str, tuple[str, int, str]]:
