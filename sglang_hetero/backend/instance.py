@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from sglang_hetero import __version__
 from sglang_hetero.discovery.ranks import decode_told, describe
 from sglang_hetero.discovery.record import Description, Instance, encode_description
-from sglang_hetero.errors import OptionError, RecordError
+from sglang_hetero.errors import DiscoveryError, OptionError, RecordError
 from sglang_hetero.layout import limits
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.state import folder
@@ -40,6 +40,8 @@ HEALTH_PATH = "/health"
 HEALTH_SECONDS = 30.0
 """For an answer of the own server: SGLang's takes a second, and while it starts it may be busy for longer."""
 HTTP_OK = 200
+HEALTH_WORDS = 200
+"""Bytes of an answer other than 200 that a message shows."""
 SIGTERM_HANDLER = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
 """From then on SGLang finishes what it has, and its /health answers 503."""
 LAST = -1
@@ -70,6 +72,7 @@ class OwnInstance:
         self._incarnation = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._kept: tuple[Description, bytes] | None = None
+        self._url = ""
 
     def description(self) -> Description:
         """What is known now. Once all ranks have said what they are it does not change any more."""
@@ -85,7 +88,9 @@ class OwnInstance:
                 return self._kept
             serving = self._serving()
             off = self._options.mode is Mode.OFF
-            url, problem = own_url(self._options, serving)
+            url, problem = (self._url, "") if self._url else own_url(self._options, serving)
+            if not problem:
+                self._url = url  # its record stays at one place, also if the machine gets other addresses
             server = Instance(
                 role=self._side,
                 url=url,
@@ -170,10 +175,11 @@ def _serving() -> Serving:
 
 
 def serves(serving: Serving) -> bool:
-    """Whether the own server answers /health with 200."""
+    """True if the own server answers /health with 200. Raises DiscoveryError with the cause if it does not."""
     host = serving.host
     if _everywhere(host):
         host = "::1" if ":" in host else "127.0.0.1"
+    where = f"this server's {_url(host, serving)}{HEALTH_PATH}"
     connection: http.client.HTTPConnection
     if serving.secure:
         # Itself: a certificate would be of another name than the loopback's.
@@ -183,11 +189,15 @@ def serves(serving: Serving) -> bool:
         connection = http.client.HTTPConnection(host, serving.port, timeout=HEALTH_SECONDS)
     try:
         connection.request("GET", HEALTH_PATH)
-        return connection.getresponse().status == HTTP_OK
-    except (OSError, http.client.HTTPException):
-        return False
+        answer = connection.getresponse()
+        if answer.status == HTTP_OK:
+            return True
+        words = messages.printable(answer.read1(HEALTH_WORDS).decode("utf-8", "replace"), HEALTH_WORDS)
+    except (OSError, http.client.HTTPException) as error:
+        raise DiscoveryError(f"{where} does not answer: {type(error).__name__}: {error}") from None
     finally:
         connection.close()
+    raise DiscoveryError(f"{where} says HTTP {answer.status}, not 200{': ' if words else ''}{words}")
 
 
 def register(instance: OwnInstance, options: Options, serving: Callable[[], Serving] | None = None) -> Any:

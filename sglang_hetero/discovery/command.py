@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Read all records once. Raises OptionError, or DiscoveryError if etcd does not answer."""
     from .etcd import MAX_INSTANCES, Etcd  # with requests and etcd3gw, which no other command waits for
-    from .members import entered, in_order
+    from .members import bounded, entered, in_order
 
     options = of_flags(arguments)
     if options is None:
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         etcd.close()
     found, wrong = [], []
-    for key, value in sorted(listing.records.items()):
+    for key, held in sorted(listing.records.items()):
         try:
-            found.append(entered(options.prefix, key, value))
+            found.append(entered(options.prefix, key, held))
         except RecordError as error:
-            wrong.append(f"left out: {ascii(key)[1:-1]}: {error}")
+            wrong.append(f"left out: {ascii(bounded(key))[1:-1]}: {error}")
     if listing.truncated:
         wrong.append(f"not known: there are more than {MAX_INSTANCES} records")
     if not found:

@@ -13,8 +13,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -59,28 +59,29 @@ class _NoAnswer(DiscoveryError):
 
 
 @dataclass(frozen=True)
+class Held:
+    """A record, and the lease that it ends with; 0 for one that stays. revision: of etcd, when it was written."""
+
+    value: bytes
+    lease: int
+    revision: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
 class Listing:
     """All records at one revision. truncated: there are more than are looked at."""
 
     revision: int
-    records: dict[str, bytes]
+    records: dict[str, Held]
     truncated: bool = False
 
 
 @dataclass(frozen=True)
-class Held:
-    """A record, and the lease that it ends with; 0 for one that stays."""
-
-    value: bytes
-    lease: int
-
-
-@dataclass(frozen=True)
 class Change:
-    """value: None if the record is gone."""
+    """record: None if it is gone."""
 
     key: str
-    value: bytes | None
+    record: Held | None
 
 
 class Etcd:
@@ -126,19 +127,44 @@ class Etcd:
         """Write a record that ends with the lease. Raises LeaseGone, or DiscoveryError."""
         self._ask(lambda client: client.call("kv/put", {"key": _text(key), "value": _text(value), "lease": lease}))
 
+    def replace(self, key: str, value: bytes, lease: int, seen: Held | None) -> bool:
+        """The same, if the record there is still what `get` has returned, so that of two who write at the same moment
+        one learns it. Whether it was. Raises LeaseGone, or DiscoveryError."""
+        body = {
+            "compare": [
+                {
+                    "key": _text(key),
+                    "target": "MOD",
+                    "result": "EQUAL",
+                    # 0 is that of a key that is not there.
+                    "mod_revision": str(0 if seen is None else seen.revision),
+                }
+            ],
+            "success": [{"request_put": {"key": _text(key), "value": _text(value), "lease": lease}}],
+        }
+        return bool(self._ask(lambda client: client.call("kv/txn", body, kind=_Done)).succeeded)
+
     def get(self, key: str) -> Held | None:
         """A record, None if there is none. Raises DiscoveryError."""
-        found = self._ask(lambda client: client.call("kv/range", {"key": _text(key)}, kind=_Range))
-        return Held(found.kvs[0].value, int(found.kvs[0].lease)) if found.kvs else None
+
+        def question(client: _Client) -> Held | None:
+            found = client.call("kv/range", {"key": _text(key)}, kind=_Range)
+            return found.kvs[0].held if found.kvs else None
+
+        return self._ask(question)
 
     def read(self, prefix: str) -> Listing:
         """All records below a prefix, which ends with a slash. Raises DiscoveryError."""
         body = {**_below(prefix), "limit": MAX_INSTANCES}
-        found = self._ask(lambda client: client.call("kv/range", body, kind=_Range))
-        records = {one.name: one.value for one in found.kvs}
-        return Listing(int(found.header.revision), records, truncated=found.more)
 
-    def watch(self, prefix: str, revision: int, quiet: float) -> Iterator[list[Change]]:
+        def question(client: _Client) -> Listing:
+            found = client.call("kv/range", body, kind=_Range)
+            records = {one.name: one.held for one in found.kvs}
+            return Listing(int(found.header.revision), records, truncated=found.more)
+
+        return self._ask(question)
+
+    def watch(self, prefix: str, revision: int, quiet: float) -> Generator[list[Change], None, None]:
         """What changes below a prefix, from this revision on; first an empty list, when etcd has begun to watch.
 
         Ends when nothing has come for `quiet` seconds, when the history from there on is no longer kept, or when it
@@ -176,8 +202,7 @@ class Etcd:
                             f"{_permission(told.result.cancel_reason, self._options)}"
                         )
                     yield [
-                        Change(one.kv.name, None if one.type == "DELETE" else one.kv.value)
-                        for one in told.result.events
+                        Change(one.kv.name, None if one.type == "DELETE" else one.kv.held) for one in told.result.events
                     ]
         except urllib3.exceptions.ReadTimeoutError:
             return
@@ -369,6 +394,12 @@ class _KeyValue(msgspec.Struct):
     key: bytes = b""
     value: bytes = b""
     lease: str = "0"
+    mod_revision: str = "0"
+
+    @property
+    def held(self) -> Held:
+        """Raises ValueError if the numbers are none."""
+        return Held(self.value, int(self.lease), int(self.mod_revision))
 
     @property
     def name(self) -> str:
@@ -380,6 +411,11 @@ class _Range(msgspec.Struct):
     header: _Header
     kvs: list[_KeyValue] = []
     more: bool = False
+
+
+class _Done(msgspec.Struct):
+    header: _Header
+    succeeded: bool = False
 
 
 class _Token(msgspec.Struct):

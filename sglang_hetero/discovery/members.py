@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from sglang_hetero.errors import DiscoveryError, RecordError
@@ -14,7 +15,7 @@ from sglang_hetero.layout.checks import shorten
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.transfer.worker import Worker
 
-from .etcd import MAX_INSTANCES, Change, Etcd, Listing
+from .etcd import MAX_INSTANCES, Change, Etcd, Held, Listing
 from .record import Instance, clean_url, decode
 from .settings import EtcdOptions
 
@@ -28,6 +29,8 @@ RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 5.0
 JOIN_SECONDS = 5.0
 MAX_LOGGED = 1024
 """Records that cannot be read of which it is remembered that the log has them."""
+MAX_KEY = 1024
+"""Characters that are kept of a key; a server's, of the longest prefix and URL, is below it."""
 NOT_READ = "etcd has not been read yet"
 
 
@@ -85,8 +88,9 @@ class EtcdMembers:
     """The servers that have registered in etcd.
 
     A thread reads all records, follows what changes, and begins anew whenever the watch ends. While etcd is away the
-    set stays as it was. When it is back, a server that is missing then stays for a lease longer: etcd may have lost
-    its data, and servers need a moment to register again. A record that cannot be read is left out.
+    set stays as it was. When it is back, a server that is missing then stays for a lease longer, after every outage
+    anew: etcd may have lost its data, and servers need a moment to register again. A record that cannot be read, or
+    that has no lease and so would stay for ever, is left out.
     """
 
     def __init__(
@@ -159,9 +163,13 @@ class EtcdMembers:
         while not self._closing.is_set():
             try:
                 self._read(self._etcd.read(f"{self._options.prefix}/"))
-                for changes in self._etcd.watch(f"{self._options.prefix}/", self._next_revision, self._patience()):
-                    wait = self._retry
-                    self._change(changes)
+                watch = self._etcd.watch(f"{self._options.prefix}/", self._next_revision, self._patience())
+                with contextlib.closing(watch):
+                    for changes in watch:
+                        wait = self._retry
+                        self._change(changes)
+                        if any(at <= self._clock() for at in self._leaving.values()):
+                            break  # however much is written meanwhile
                 continue
             except DiscoveryError as error:
                 self._away(str(error))
@@ -193,42 +201,53 @@ class EtcdMembers:
         now = self._clock()
         with self._lock:
             before = dict(self._records)
-            missing = [key for key in self._records if key not in listing.records]
-            deadline = now + (self._options.lease if self._was_away else 0)
-            self._leaving = {key: self._leaving.get(key, deadline) for key in missing}
+            listed = {bounded(key): held for key, held in listing.records.items()}
+            back, self._was_away, self._trouble = self._was_away, False, ""
+            missing = [key for key in self._records if key not in listed]
+            self._leaving = {key: now + self._options.lease if back else self._leaving.get(key, now) for key in missing}
             for key in [key for key, at in self._leaving.items() if at <= now]:
                 del self._leaving[key], self._records[key]
             self._skipped = {}
-            for key, value in listing.records.items():
-                self._enter(key, value)
-            back, self._was_away, self._trouble = self._was_away, False, ""
-            self._more = f"etcd has more than {MAX_INSTANCES} records there" if listing.truncated else ""
-            after = dict(self._records)
+            for key, held in listed.items():
+                self._enter(key, held)
+            while len(self._records) > MAX_INSTANCES:  # so there are some that are missing
+                del self._records[self._leaving.popitem()[0]]
+            self._full(listing.truncated)
+            changed = [(before.get(key), self._records.get(key)) for key in sorted(before.keys() | self._records)]
+            count = len(self._records)
         if back:
-            logger.warning("etcd is back: %d servers", len(after))
+            logger.warning("etcd is back: %d servers", count)
         self._ready.set()
-        self._tell(before, after)
+        self._tell(changed)
 
     def _change(self, changes: Iterable[Change]) -> None:
         with self._lock:
-            before = dict(self._records)
+            before: dict[str, Instance | None] = {}
             for one in changes:
-                self._leaving.pop(one.key, None)
-                self._skipped.pop(one.key, None)
-                if one.value is None:
-                    self._records.pop(one.key, None)
-                elif one.key in self._records or len(self._records) + len(self._skipped) < MAX_INSTANCES:
-                    self._enter(one.key, one.value)
+                key = bounded(one.key)
+                before.setdefault(key, self._records.get(key))
+                self._leaving.pop(key, None)
+                self._skipped.pop(key, None)
+                if one.record is None:
+                    self._records.pop(key, None)
+                elif key in self._records or len(self._records) + len(self._skipped) < MAX_INSTANCES:
+                    self._enter(key, one.record)
                 else:
-                    self._more = f"etcd has more than {MAX_INSTANCES} records there"
-            after = dict(self._records)
-        self._tell(before, after)
+                    self._full(True)
+            changed = [(old, self._records.get(key)) for key, old in sorted(before.items())]
+        self._tell(changed)
 
-    def _enter(self, key: str, value: bytes) -> None:
+    def _full(self, full: bool) -> None:
+        more = f"etcd has more than {MAX_INSTANCES} records there" if full else ""
+        if more and not self._more:
+            logger.warning("not all servers are known: %s", more)
+        self._more = more
+
+    def _enter(self, key: str, held: Held) -> None:
         """Take a record up, in the place of the one that was there. One that cannot be read leaves that one out, too:
         whoever wrote it is not what it was."""
         try:
-            self._records[key] = entered(self._options.prefix, key, value)
+            self._records[key] = entered(self._options.prefix, key, held)
         except RecordError as error:
             self._records.pop(key, None)
             self._skipped[key] = str(error)
@@ -236,17 +255,16 @@ class EtcdMembers:
                 self._logged.add((key, str(error)))
                 logger.warning("the record %s in etcd is left out: %s", shorten(key, 200), error)
 
-    def _tell(self, before: Mapping[str, Instance], after: Mapping[str, Instance]) -> None:
-        if before == after or self._closing.is_set():
+    def _tell(self, changed: Iterable[tuple[Instance | None, Instance | None]]) -> None:
+        """Log what is not as it was before, and call back."""
+        changed = [(old, new) for old, new in changed if old != new]
+        if not changed or self._closing.is_set():
             return
-        for key in sorted(before.keys() | after.keys()):
-            old, new = before.get(key), after.get(key)
-            if old is None and new is not None:
-                logger.info("%s has registered (%s)", new.label, new.incarnation)
-            elif new is None and old is not None:
+        for old, new in changed:
+            if new is not None:
+                logger.info("%s has registered%s (%s)", new.label, " anew" if old else "", new.incarnation)
+            elif old is not None:
                 logger.info("%s is gone (%s)", old.label, old.incarnation)
-            elif old != new and new is not None:
-                logger.info("%s has registered anew (%s)", new.label, new.incarnation)
         with self._lock:
             callbacks = list(self._callbacks)
         for callback in callbacks:
@@ -261,9 +279,17 @@ def key_of(prefix: str, instance: Instance) -> str:
     return f"{prefix}/{instance.role}/{instance.url.partition('://')[2]}"
 
 
-def entered(prefix: str, key: str, value: bytes) -> Instance:
-    """The server whose record this is. Raises RecordError, also where it lies under a key that is not its own."""
-    found = decode(value)
+def entered(prefix: str, key: str, held: Held) -> Instance:
+    """The server whose record this is. Raises RecordError, also where it lies under a key that is not its own, or has
+    no lease: nobody would take it away when the server is gone."""
+    found = decode(held.value)
     if key_of(prefix, found) != key:
         raise RecordError(f"it is that of {found.label}, which belongs under {key_of(prefix, found)}")
+    if not held.lease:
+        raise RecordError(f"it is that of {found.label} and has no lease, which a server's own has: remove it")
     return found
+
+
+def bounded(key: str) -> str:
+    """A key of which no more is kept than a server's has; one that is cut is nobody's."""
+    return key if len(key) <= MAX_KEY else shorten(key, MAX_KEY)

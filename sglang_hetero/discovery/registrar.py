@@ -30,6 +30,8 @@ RENEWALS = 3
 """Per lease: two may fail."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 5.0
 """Between two attempts while etcd is away; doubled each time."""
+MAX_CAUSES = 16
+"""Why the server does not serve yet, or cannot tell what it is, of which it is remembered that the log has them."""
 LEAVE_SECONDS = 4.0
 """How long the end of a process waits for its record to be taken away. If it is not, it goes with its lease."""
 
@@ -50,8 +52,9 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class Server:
-    """What is registered. serves: whether the server answers, asked until it does. describe: its record, once it
-    serves; both are called from the registrar's thread and may raise DiscoveryError to be asked again."""
+    """What is registered. serves: whether the server answers, asked until it does; a DiscoveryError says why not.
+    describe: its record, asked for from then on before each renewal, since its ranks may tell late what they are; a
+    DiscoveryError has it asked again. Both are called from the registrar's thread."""
 
     serves: Callable[[], bool]
     describe: Callable[[], Instance]
@@ -77,6 +80,7 @@ class Registrar:
         self._lease: int | None = None
         self._written = False
         """Whether the record has been written since this process started."""
+        self._causes: set[str] = set()
         self._leaving = threading.Event()
         self._now = Discovery(standing=Standing.WAITING, etcd=self._etcd.endpoint, since=time.time())
         self.worker = Worker("hetero-registrar", self._run)
@@ -120,20 +124,20 @@ class Registrar:
 
     def _step(self) -> float:
         """One thing to be done. Returns seconds until the next one."""
-        if self._instance is None:
-            if not self._server.serves():
-                return self._health
-            self._instance = self._server.describe()
+        if self._instance is None and not self._serves():
+            return self._health
+        self._instance = self._describe()
         key = key_of(self._options.prefix, self._instance)
         if self._lease is None:
             self._lease = self._etcd.grant(self._options.lease)
         try:
             self._etcd.keep_alive(self._lease)
-            found = self._etcd.get(key) if self._written else None
-            if self._another(key, found, self._instance):
+            found = self._etcd.get(key)
+            if self._written and self._another(key, found, self._instance):
                 return self._options.lease / RENEWALS
-            if found != Held(encode(self._instance), self._lease):
-                self._etcd.put(key, encode(self._instance), self._lease)
+            record = encode(self._instance)
+            if found != Held(record, self._lease) and not self._etcd.replace(key, record, self._lease, found):
+                return self._retry  # somebody has written there at this moment: look again
             self._written = True
         except LeaseGone:
             self._lease = None
@@ -142,14 +146,43 @@ class Registrar:
         self._stand(Standing.REGISTERED)
         return self._options.lease / RENEWALS
 
+    def _serves(self) -> bool:
+        """Whether the server answers. Why not is part of how it stands, and in the log once for each cause."""
+        try:
+            if self._server.serves():
+                return True
+            why = "the server does not answer yet"
+        except DiscoveryError as error:
+            why = str(error)
+        self._log_once(logging.INFO, f"discovery: not registered yet: {why}")
+        self._stand(Standing.WAITING, why, log=False)
+        return False
+
+    def _log_once(self, level: int, text: str) -> None:
+        if text not in self._causes and len(self._causes) < MAX_CAUSES:
+            self._causes.add(text)
+            logger.log(level, "%s", text)
+
+    def _describe(self) -> Instance:
+        """The record as it is now; as it was, where that cannot be told."""
+        try:
+            return self._server.describe()
+        except Exception as error:
+            if self._instance is None:
+                raise
+            why = f"{type(error).__name__}: {error}"
+            self._log_once(logging.WARNING, f"discovery: the record of {self._instance.label} stays as it was: {why}")
+            return self._instance
+
     def _another(self, key: str, found: Held | None, here: Instance) -> bool:
         """Whether the record there is that of another server, which is then left alone: whoever came last is right."""
         if found is None:
             return False
         try:
-            other = entered(self._options.prefix, key, found.value)
-        except RecordError:
-            return False  # whoever wrote that, it serves nobody
+            other = entered(self._options.prefix, key, found)
+        except RecordError as error:  # whoever wrote that, it serves nobody
+            logger.warning("discovery: the record %s is replaced: %s", key, error)
+            return False
         if other.incarnation == here.incarnation:
             return False
         self._stand(
@@ -172,7 +205,7 @@ class Registrar:
         finally:
             self._etcd.close()
 
-    def _stand(self, standing: Standing, trouble: str = "", *, traceback: bool = False) -> None:
+    def _stand(self, standing: Standing, trouble: str = "", *, traceback: bool = False, log: bool = True) -> None:
         """Note it, and log what is new."""
         with self._lock:
             before = self._now
@@ -185,6 +218,8 @@ class Registrar:
                 since=before.since if same else time.time(),
                 trouble=trouble,
             )
+        if not log:
+            return
         if not same and not trouble:
             logger.info("discovery: %s, %s in etcd at %s", standing, key or "no record", self._etcd.endpoint)
         elif trouble and trouble != before.trouble:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_hetero.discovery import record
+from sglang_hetero.discovery.etcd import Held
 from sglang_hetero.discovery.members import StaticMembers, entered, in_order, key_of
 from sglang_hetero.discovery.record import (
     MAX_RECORD_BYTES,
@@ -208,10 +209,12 @@ def test_a_record_belongs_under_its_own_key():
     one = prefill_server()
     key = key_of("/fleet", one)
     assert key == "/fleet/prefill/10.0.0.7:30000"
-    assert entered("/fleet", key, encode(one)) == one
+    assert entered("/fleet", key, Held(encode(one), 1)) == one
     for wrong in ("/fleet/decode/10.0.0.7:30000", "/fleet/prefill/10.0.0.8:30000", "/other/prefill/10.0.0.7:30000"):
         with pytest.raises(RecordError, match=r"belongs under /fleet/prefill/10\.0\.0\.7:30000"):
-            entered("/fleet", wrong, encode(one))
+            entered("/fleet", wrong, Held(encode(one), 1))
+    with pytest.raises(RecordError, match="has no lease"):
+        entered("/fleet", key, Held(encode(one), 0))
 
 
 def test_of_two_with_one_url_one_counts():

@@ -50,7 +50,7 @@ def test_a_prefix_is_read_and_nothing_beside_it(client, prefix):
     for key in (f"{prefix}a", f"{prefix}b", f"{prefix[:-1]}0", f"{prefix[:-1]}.", prefix[:-1]):
         client.put(key, key.encode(), lease)
     found = client.read(prefix)
-    assert found.records == {f"{prefix}a": f"{prefix}a".encode(), f"{prefix}b": f"{prefix}b".encode()}
+    assert found.records == {f"{prefix}{one}": Held(f"{prefix}{one}".encode(), lease) for one in "ab"}
     assert not found.truncated
 
 
@@ -76,19 +76,48 @@ def test_a_watch_begins_where_a_reading_ended(client, shared_etcd, prefix):
     after = client.read(prefix).revision + 1
     other = Etcd(shared_etcd.options())
     other.put(f"{prefix}a", b"1", lease)  # before the watch
-    heard = []
-    for changes in client.watch(prefix, after, quiet=1.0):
+    heard, gone = [], set()
+    for changes in client.watch(prefix, after, quiet=600.0):
         heard.append(changes)
-        if changes == [Change(f"{prefix}a", b"1")]:
+        if changes == [Change(f"{prefix}a", Held(b"1", lease))]:
             other.put(f"{prefix}b", b"2", lease)
             other.put(f"{prefix[:-1]}0", b"beside it", lease)
-        if changes == [Change(f"{prefix}b", b"2")]:
+        if changes == [Change(f"{prefix}b", Held(b"2", lease))]:
             other.revoke(lease)
+        gone |= {change.key for change in changes if change.record is None}
+        if gone == {f"{prefix}{key}" for key in ("a", "b", "old")}:
+            break
     other.close()
-    gone = {key: Change(f"{prefix}{key}", None) for key in ("a", "b", "old")}
-    assert heard[:3] == [[], [Change(f"{prefix}a", b"1")], [Change(f"{prefix}b", b"2")]]
-    assert sorted(change.key for changes in heard[3:] for change in changes) == sorted(one.key for one in gone.values())
-    assert all(change.value is None for changes in heard[3:] for change in changes)
+    assert heard[:3] == [[], [Change(f"{prefix}a", Held(b"1", lease))], [Change(f"{prefix}b", Held(b"2", lease))]]
+    assert all(change.record is None for changes in heard[3:] for change in changes)
+
+
+def test_a_watch_ends_when_it_is_quiet(client, prefix):
+    lease = client.grant(600)
+    client.put(f"{prefix}a", b"1", lease)
+    after = client.read(prefix).revision
+    assert [change for changes in client.watch(prefix, after, quiet=0.2) for change in changes] in (
+        [Change(f"{prefix}a", Held(b"1", lease))],
+        [],  # where etcd takes longer than that
+    )
+
+
+def test_a_record_is_replaced_only_if_it_is_what_was_seen(client, shared_etcd, prefix):
+    key, lease, other = f"{prefix}a", client.grant(60), Etcd(shared_etcd.options())
+    assert client.get(key) is None
+    assert other.replace(key, b"theirs", lease, None)
+    assert not client.replace(key, b"ours", lease, None)
+    seen = client.get(key)
+    assert seen == Held(b"theirs", lease) and seen.revision
+    other.put(key, b"theirs", lease)  # the same again, but it was written
+    assert not client.replace(key, b"ours", lease, seen)
+    assert client.replace(key, b"ours", lease, client.get(key)) and client.get(key) == Held(b"ours", lease)
+    seen = client.get(key)
+    client.revoke(lease)
+    assert not client.replace(key, b"ours", client.grant(60), seen)
+    with pytest.raises(LeaseGone):
+        client.replace(key, b"ours", lease, None)
+    other.close()
 
 
 def test_a_watch_from_before_a_compaction_ends(client, shared_etcd, prefix):
@@ -125,7 +154,7 @@ def test_a_long_line_of_a_watch_is_not_kept(client, shared_etcd, prefix, monkeyp
     after = client.read(prefix).revision + 1
     client.put(f"{prefix}a", bytes(1 << 20), client.grant(60))
     with pytest.raises(DiscoveryError, match="more than 1024 bytes at a time"):
-        list(client.watch(prefix, after, quiet=5.0))
+        list(client.watch(prefix, after, quiet=60.0))
 
 
 def test_the_next_endpoint_is_asked_when_one_is_away(shared_etcd, prefix):
@@ -217,9 +246,11 @@ def options_of(etcd, tmp_path, **fields):
 
 def test_a_user_is_let_in(guarded, tmp_path):
     one = Etcd(options_of(guarded, tmp_path))
-    one.put("/fleet/a", b"1", one.grant(60))
-    assert one.read("/fleet/").records == {"/fleet/a": b"1"}
-    assert next(one.watch("/fleet/", 1, quiet=5.0)) == []
+    lease = one.grant(60)
+    one.put("/fleet/a", b"1", lease)
+    assert one.read("/fleet/").records == {"/fleet/a": Held(b"1", lease)}
+    assert one.replace("/fleet/a", b"1", lease, one.get("/fleet/a"))
+    assert next(one.watch("/fleet/", 1, quiet=60.0)) == []
     one.close()
 
 
@@ -238,9 +269,10 @@ def test_a_user_whose_password_is_changed_is_let_in_again(guarded, tmp_path):
 
 def test_a_token_that_etcd_does_not_know_is_replaced(guarded, tmp_path):
     one = Etcd(options_of(guarded, tmp_path))
-    one.put("/fleet/a", b"1", one.grant(60))
+    lease = one.grant(60)
+    one.put("/fleet/a", b"1", lease)
     one._clients[0].session.headers["Authorization"] = "forgotten.1"
-    assert one.read("/fleet/").records == {"/fleet/a": b"1"}
+    assert one.read("/fleet/").records == {"/fleet/a": Held(b"1", lease)}
     one.close()
 
 
@@ -260,7 +292,7 @@ def test_a_user_that_may_not_hears_what_is_needed(guarded, tmp_path):
     with pytest.raises(DiscoveryError, match=r"server may not: servers need readwrite.*grant-permission ROLE"):
         one.put("/other/a", b"1", one.grant(60))
     with pytest.raises(DiscoveryError, match="server may not"):
-        list(one.watch("/other/", 1, quiet=5.0))
+        list(one.watch("/other/", 1, quiet=60.0))
     one.close()
 
 
@@ -324,14 +356,14 @@ def test_with_certificates_all_goes_as_without(secure_etcd, certificates):
     one = Etcd(here)
     lease = one.grant(60)
     one.put("/a/a", b"1", lease)
-    watch = one.watch("/a/", one.read("/a/").revision, quiet=5.0)
-    assert [next(watch), next(watch)] == [[], [Change("/a/a", b"1")]]
+    watch = one.watch("/a/", one.read("/a/").revision, quiet=600.0)
+    assert [next(watch), next(watch)] == [[], [Change("/a/a", Held(b"1", lease))]]
     done = threading.Event()
     thread = threading.Thread(target=lambda: (list(watch), done.set()))
     thread.start()
     time.sleep(0.1)
     one.close()
-    assert done.wait(4)  # before it is quiet for 5 s
+    assert done.wait(60)  # long before it is quiet
     thread.join()
 
 

@@ -25,7 +25,7 @@ from sglang_hetero.backend.rank_told import RankTold
 from sglang_hetero.discovery.etcd import Etcd
 from sglang_hetero.discovery.ranks import Told, encode_told
 from sglang_hetero.discovery.record import decode, decode_description
-from sglang_hetero.errors import ManifestError, OptionError
+from sglang_hetero.errors import DiscoveryError, ManifestError, OptionError
 from sglang_hetero.layout import wire
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.state import folder
@@ -91,6 +91,17 @@ def test_once_it_is_known_it_is_not_read_again(tmp_path):
     for path in tmp_path.iterdir():
         path.unlink()
     assert one.answer() == answer
+
+
+def test_its_url_stays_while_its_ranks_are_waited_for(tmp_path, monkeypatch):
+    """Its record lies at one place, also if the machine gets another address meanwhile."""
+    addresses = iter(["10.0.0.8", "10.0.0.9"])
+    monkeypatch.setattr(instance_module, "own_url", lambda *_: (f"http://{next(addresses)}:30000", ""))
+    one = own(tmp_path)
+    before = one.description().instance
+    leave(tmp_path, 0, tp=1)
+    after = one.description().instance
+    assert after.url == before.url == "http://10.0.0.8:30000" and after.fingerprint and not before.fingerprint
 
 
 def test_ranks_of_another_server_in_the_folder_are_not_its_own(tmp_path):
@@ -232,9 +243,11 @@ class Health(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.asked.append(self.path)
+        words = b"" if self.server.status == 200 else b"starting"
         self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(words)))
         self.end_headers()
+        self.wfile.write(words)
 
     def log_message(self, *_):
         pass
@@ -253,11 +266,14 @@ def health():
 
 def test_a_server_serves_when_its_health_says_so(health):
     there = serving(host="0.0.0.0", port=health.server_port)
-    assert not serves(there)
+    with pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:\d+/health says HTTP 503, not 200: starting"):
+        serves(there)
     health.status = 200
     assert serves(there) and set(health.asked) == {"/health"}
-    assert not serves(serving(host="127.0.0.1", port=1))
-    assert not serves(serving(host="127.0.0.1", port=health.server_port, secure=True))
+    with pytest.raises(DiscoveryError, match=r"http://127\.0\.0\.1:1/health does not answer: .*refused"):
+        serves(serving(host="127.0.0.1", port=1))
+    with pytest.raises(DiscoveryError, match=r"https://.* does not answer: SSLError"):
+        serves(serving(host="127.0.0.1", port=health.server_port, secure=True))
 
 
 @pytest.fixture
@@ -371,7 +387,7 @@ def test_a_process_that_ends_takes_its_record_along_and_one_that_is_killed_does_
         assert process.stdout.readline() == b"registered\n"
         there = Etcd(shared_etcd.options())
         (record,) = there.read("/fleet/").records.values()
-        assert json.loads(record)["instance"]["model"] == "model"
+        assert json.loads(record.value)["instance"]["model"] == "model"
         process.stdin.close()
         process.wait(60)
     assert len(there.read("/fleet/").records) == (0 if end == "exit" else 1)

@@ -1,6 +1,7 @@
 """Who follows etcd: real ones that are restarted, stopped and emptied, and one that says what no etcd says."""
 
 import logging
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 
 from sglang_hetero.discovery import etcd as etcd_module
 from sglang_hetero.discovery import members as members_module
-from sglang_hetero.discovery.etcd import Change, Etcd, Listing
+from sglang_hetero.discovery.etcd import Change, Etcd, Held, Listing
 from sglang_hetero.discovery.members import EtcdMembers, key_of
 from sglang_hetero.discovery.record import encode
 from sglang_hetero.errors import DiscoveryError
@@ -249,11 +250,11 @@ def test_what_is_no_discovery_error_does_not_end_the_thread(follow, caplog):
                 raise DiscoveryError("etcd is away")
             if self.calls == 2:
                 raise KeyError("ours")
-            return Listing(5, {key_of(PREFIX, decode_server()): encode(decode_server())})
+            return Listing(5, {key_of(PREFIX, decode_server()): Held(encode(decode_server()), 1)})
 
         def watch(self, prefix, revision, quiet):
             assert (prefix, revision) == (f"{PREFIX}/", 6)
-            yield [Change(key_of(PREFIX, prefill_server()), encode(prefill_server()))]
+            yield [Change(key_of(PREFIX, prefill_server()), Held(encode(prefill_server()), 1))]
             self.closed.wait(20)
 
         def close(self):
@@ -272,7 +273,7 @@ def test_a_bad_record_that_went_unseen_is_forgotten(follow):
 
     class Once:
         def __init__(self, options):
-            self.listings = iter([Listing(5, {bad: b"?"}), Listing(9, {})])
+            self.listings = iter([Listing(5, {bad: Held(b"?", 1)}), Listing(9, {})])
 
         def read(self, prefix):
             return next(self.listings)
@@ -308,3 +309,125 @@ def test_before_etcd_has_answered_it_is_said(follow):
     one = follow(SimpleNamespace(prefix=PREFIX, lease=3), connect=Slow)
     assert not one.wait(0.01)
     assert one.trouble == members_module.NOT_READ
+
+
+class Told:
+    """An etcd that says what the test tells it to: each reading is the next one of these, and what is watched is
+    given by hand. None: it is away."""
+
+    def __init__(self, *readings):
+        self.readings, self.changes = queue.SimpleQueue(), queue.SimpleQueue()
+        for one in readings:
+            self.readings.put(one)
+
+    def __call__(self, options):
+        return self
+
+    def read(self, prefix):
+        found = self.readings.get(timeout=60)
+        if found is None:
+            raise DiscoveryError("it is away")
+        return found
+
+    def watch(self, prefix, revision, quiet):
+        yield []
+        while (changes := self.changes.get(timeout=60)) is not None:
+            yield changes
+
+    def close(self):
+        self.readings.put(None)
+        self.changes.put(None)
+
+
+def listing(*servers, lease=1):
+    return Listing(5, {key_of(PREFIX, one): Held(encode(one), lease) for one in servers})
+
+
+TOLD = SimpleNamespace(prefix=PREFIX, lease=10)
+
+
+def test_after_every_outage_who_is_missing_stays_for_a_lease_anew(follow):
+    """etcd that is up for a moment only, away for longer than a lease, and back: servers have had no time."""
+    now = SimpleNamespace(time=0.0)
+    etcd = Told(listing(decode_server()))
+    one = follow(TOLD, connect=etcd, clock=lambda: now.time)
+    until(one.snapshot)
+    for _ in range(3):
+        etcd.readings.put(None)
+        etcd.changes.put(None)
+        until(lambda: one.trouble)
+        now.time += 100.0
+        etcd.readings.put(listing())
+        until(lambda: not one.trouble)
+        assert one.snapshot() == (decode_server(),)
+    now.time += 9.9
+    etcd.changes.put(None)
+    etcd.readings.put(listing())
+    until(etcd.readings.empty)
+    etcd.changes.put([])  # it watches again, so that reading has been looked at
+    until(etcd.changes.empty)
+    assert one.snapshot() == (decode_server(),)
+    now.time += 0.2
+    etcd.changes.put(None)
+    etcd.readings.put(listing())
+    until(lambda: one.snapshot() == ())
+
+
+def test_who_is_missing_goes_in_time_however_much_is_written(follow):
+    now = SimpleNamespace(time=0.0)
+    etcd = Told(listing(decode_server()), None, listing())
+    one = follow(TOLD, connect=etcd, clock=lambda: now.time)
+    until(one.snapshot)
+    etcd.changes.put(None)
+    until(lambda: one._leaving)
+    now.time = 11.0
+    etcd.readings.put(listing(prefill_server()))
+    etcd.changes.put([Change(key_of(PREFIX, prefill_server()), Held(encode(prefill_server()), 1))])
+    until(lambda: one.snapshot() == (prefill_server(),))
+
+
+def test_a_record_without_a_lease_is_no_server(shared_etcd, follow):
+    """Nobody would take it away."""
+    hand = Hand(shared_etcd)
+    key = key_of(PREFIX, decode_server())
+    hand.etcd.put(key, encode(decode_server()), 0)
+    one = follow(shared_etcd.options(prefix=PREFIX))
+    until(lambda: key in one.skipped)
+    assert one.snapshot() == () and "has no lease" in one.skipped[key]
+    hand.put(decode_server())
+    until(lambda: one.snapshot() == (decode_server(),))
+    hand.etcd.put(key, encode(decode_server()), 0)
+    until(lambda: one.snapshot() == ())
+    hand.etcd.close()
+
+
+def test_no_more_is_kept_than_servers_need(follow, monkeypatch, caplog):
+    """However long the keys are that somebody writes, however many, and however often etcd is away between."""
+    monkeypatch.setattr(members_module, "MAX_INSTANCES", 3)
+
+    def others(start, count=3):
+        return [decode_server(url=f"http://10.1.0.{start + number}:1") for number in range(count)]
+
+    long = f"{PREFIX}/" + "k" * (1 << 20)
+    etcd = Told(Listing(5, {long: Held(b"?", 1)}))
+    one = follow(TOLD, connect=etcd)
+    until(lambda: one.skipped)
+    etcd.changes.put([Change(f"{long}2", Held(b"?", 1))])
+    until(lambda: len(one.skipped) == 2)
+    assert all(len(key) < 2000 for key in one.skipped)
+    etcd.changes.put([Change(long, None)])
+    until(lambda: len(one.skipped) == 1)
+    for start in range(0, 60, 10):
+        etcd.changes.put(None)
+        etcd.readings.put(None)
+        until(lambda: one.trouble)
+        etcd.readings.put(listing(*others(start)))
+        until(lambda: not one.trouble)
+        assert set(others(start)) == set(one.snapshot()) and len(one._leaving) == 0
+    with caplog.at_level(logging.WARNING):
+        for number in range(2):
+            etcd.changes.put([Change(key_of(PREFIX, new), Held(encode(new), 1)) for new in others(100 + number, 1)])
+        until(lambda: "more than 3 records" in one.trouble)
+        until(etcd.changes.empty)
+    assert len(one.snapshot()) == 3
+    assert sum("not all servers are known" in record.getMessage() for record in caplog.records) == 1

@@ -1,5 +1,6 @@
 """A server's record in a real etcd: written, kept, written again, and taken away."""
 
+import json
 import logging
 import threading
 
@@ -71,15 +72,21 @@ def test_it_registers_when_the_server_serves_and_leaves_with_it(shared_etcd, reg
     assert one.registration.standing == Standing.LEFT
 
 
-def test_it_stays_beyond_its_lease(shared_etcd, register):
-    one = register(shared_etcd.options(prefix=PREFIX))
+def test_it_renews_its_lease(shared_etcd, register, monkeypatch):
+    monkeypatch.setattr(registrar_module, "RENEWALS", 600)  # so every 0.1 s, of a lease that no busy machine outlasts
+    one = register(shared_etcd.options(prefix=PREFIX, lease=60))
     until(stands(one, Standing.REGISTERED))
-    before = one._lease
-    renewed = []
-    renew = one._etcd.keep_alive
-    one._etcd.keep_alive = lambda lease: (renew(lease), renewed.append(lease))
-    until(lambda: len(renewed) > registrar_module.RENEWALS)
-    assert look(shared_etcd) == decode_server() and one._lease == before
+    lease = one._lease
+
+    def left():
+        return int(json.loads(shared_etcd.ctl("lease", "timetolive", f"{lease:x}", "-w", "json"))["ttl"])
+
+    gate, renew = threading.Event(), one._etcd.keep_alive
+    one._etcd.keep_alive = lambda number: gate.wait(60) and renew(number)
+    until(lambda: left() < 57)
+    gate.set()
+    until(lambda: left() > 57)
+    assert look(shared_etcd) == decode_server() and one._lease == lease
 
 
 def test_a_process_that_is_killed_goes_with_its_lease(shared_etcd, register):
@@ -135,10 +142,11 @@ def test_etcd_that_has_lost_everything_hears_it_again(etcd, register):
     until(stands(one, Standing.REGISTERED))
 
 
-def test_a_follower_does_not_miss_it_while_etcd_restarts(etcd, register):
+def test_a_follower_does_not_miss_it_while_etcd_restarts(etcd, register, monkeypatch):
     """The two together, etcd losing everything between: no moment without the server."""
-    one = register(etcd.options(prefix=PREFIX))
-    members = EtcdMembers(etcd.options(prefix=PREFIX, lease=30), retry=0.05)
+    monkeypatch.setattr(registrar_module, "RENEWALS", 200)  # every 0.3 s
+    one = register(etcd.options(prefix=PREFIX, lease=60))
+    members = EtcdMembers(etcd.options(prefix=PREFIX, lease=60), retry=0.05)
     seen = []
     members.subscribe(lambda: seen.append(members.snapshot()))
     until(lambda: members.snapshot() == (decode_server(),))
@@ -251,3 +259,85 @@ def test_each_trouble_is_logged_once(etcd, register, caplog):
     ] * 2
     away = [text for text in told if "away" in text]
     assert len(away) == len(set(away)) <= 3
+
+
+def test_a_record_without_a_lease_does_not_displace_a_server(shared_etcd, register, caplog):
+    """It would for ever, since nobody ends it."""
+    one = register(shared_etcd.options(prefix=PREFIX))
+    until(stands(one, Standing.REGISTERED))
+    other = Etcd(shared_etcd.options())
+    other.put(KEY, encode(decode_server(incarnation="hand")), 0)
+    until(lambda: other.get(KEY) == Held(encode(decode_server()), one._lease))
+    assert one.registration.standing == Standing.REGISTERED
+    until(lambda: "is replaced: " in caplog.text)
+    assert "has no lease" in caplog.text
+    other.close()
+    one.close()
+    assert look(shared_etcd) is None
+
+
+def test_two_that_write_at_the_same_moment_do_not_both_stand_there(shared_etcd, register):
+    """The older one finds its record gone; before it writes it again the newer one is there."""
+    older = register(shared_etcd.options(prefix=PREFIX))
+    until(stands(older, Standing.REGISTERED))
+    seen, written, get = threading.Event(), threading.Event(), older._etcd.get
+
+    def slow(key):
+        found = get(key)
+        if found is None:
+            seen.set()
+            assert written.wait(60)
+        return found
+
+    older._etcd.get = slow
+    shared_etcd.ctl("del", KEY)
+    assert seen.wait(60)
+    newer = register(shared_etcd.options(prefix=PREFIX), decode_server(incarnation="second"))
+    until(stands(newer, Standing.REGISTERED))
+    written.set()
+    until(stands(older, Standing.DISPLACED))
+    assert look(shared_etcd).incarnation == "second"
+    assert newer.registration.standing == Standing.REGISTERED
+
+
+def test_why_a_server_is_not_registered_is_told_and_logged_once_for_each_cause(shared_etcd, register, caplog):
+    causes = ["refused", "HTTP 503"]
+    asked, up = [], threading.Event()
+
+    def serves():
+        asked.append(0)
+        if not up.is_set():
+            raise DiscoveryError(causes[len(asked) % 2])
+        return True
+
+    with caplog.at_level(logging.INFO):
+        one = register(shared_etcd.options(prefix=PREFIX), serves=serves)
+        until(lambda: len(asked) > 6)
+        told = one.registration
+        assert told.standing == Standing.WAITING and told.trouble in causes
+        up.set()
+        until(stands(one, Standing.REGISTERED))
+    assert one.registration.trouble == ""
+    told = [record.getMessage() for record in caplog.records if record.name == registrar_module.__name__]
+    texts = [text for text in told if any(cause in text for cause in causes)]
+    assert sorted(texts) == sorted(f"discovery: not registered yet: {cause}" for cause in causes)
+
+
+def test_what_ranks_tell_late_is_written_then(shared_etcd, caplog):
+    late = {"fingerprint": ""}
+
+    def describe():
+        if late["fingerprint"] is None:
+            raise ZeroDivisionError("ours")
+        return decode_server(**late)
+
+    one = Registrar(shared_etcd.options(prefix=PREFIX), Server(lambda: True, describe), retry=0.05)
+    until(lambda: look(shared_etcd) == decode_server(fingerprint=""))
+    late["fingerprint"] = "f" * 32
+    until(lambda: look(shared_etcd) == decode_server())
+    late["fingerprint"] = None
+    until(lambda: "stays as it was: ZeroDivisionError: ours" in caplog.text)
+    until(stands(one, Standing.REGISTERED))
+    assert look(shared_etcd) == decode_server()
+    one.close(10)
+    assert one.worker.fault == "" and look(shared_etcd) is None

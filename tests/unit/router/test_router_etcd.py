@@ -15,7 +15,8 @@ from tests.unit.router.fakes import LIMIT, FakeServer, options, run, serve_route
 
 
 def register(etcd: EtcdServer, one: Instance) -> None:
-    etcd.ctl("put", key_of("/sglang-hetero", one), encode(one).decode())
+    lease = etcd.ctl("lease", "grant", "3600").split()[1]
+    etcd.ctl("put", f"--lease={lease}", key_of("/sglang-hetero", one), encode(one).decode())
 
 
 def test_servers_come_and_go_and_etcd_too(tmp_path: Path) -> None:
