@@ -28,7 +28,7 @@ from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
 port, metrics = map(int, sys.argv[1:])
 Router.from_args(
-    RouterArgs(pd_disaggregation=True, policy="random", host="127.0.0.1", port=port, prometheus_port=metrics)
+    RouterArgs(pd_disaggregation=True, policy="random", host="127.0.0.1", port=port, prometheus_port=metrics, **MORE)
 ).start()
 """
 
@@ -50,8 +50,10 @@ def until(condition: Callable[[], bool]) -> None:
 class RustRouter:
     """One process of it at a port that stays."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, **more: object) -> None:
+        """more: of its RouterArgs."""
         self.port, self._metrics, self._log = free_port(), free_port(), log
+        self._program = START.replace("**MORE", f"**{more}")
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -61,7 +63,7 @@ class RustRouter:
         here = {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START, str(self.port), str(self._metrics)],
+                [sys.executable, "-c", self._program, str(self.port), str(self._metrics)],
                 stdout=log,
                 stderr=log,
                 env=os.environ | nowhere | here,
@@ -171,3 +173,33 @@ def test_the_real_router_has_the_workers_that_there_are(tmp_path: Path) -> None:
                 thread.join(SECONDS)
             router.stop()
     assert thread is not None and not thread.is_alive()
+
+
+@pytest.mark.full
+def test_workers_that_the_real_router_lists_per_replica_stay(tmp_path: Path) -> None:
+    """--dp-aware: it knows a server by `URL@replica`, and no DELETE removes one."""
+    pytest.importorskip("sglang_router")
+    prefill, decode = FakeServer(Side.PREFILL), FakeServer(Side.DECODE)
+    for server in (prefill, decode):
+        for path in ("/server_info", "/get_server_info"):
+            server.answers[path] = {"dp_size": 2, "tp_size": 2, "model_path": "m", "served_model_name": "m"}
+    router, lines = RustRouter(tmp_path / "router.log", dp_aware=True), []
+    with serving(prefill, decode):
+        try:
+            router.start()
+            members, here = Changing(prefill.instance, decode.instance), Router(router.url, None)
+            sync = Sync(members, here, owner="us", own_all=False, key=None, say=lines.append)
+            sync.step()
+            until(lambda: len(here.workers()) == 4)
+            assert {(one.url, one.replica) for one in here.workers()} == {(prefill.url, True), (decode.url, True)}
+            for _ in range(3):
+                sync.step()
+            assert [line[0] for line in lines] == ["+", "+"]
+            members.change(prefill.instance)
+            for _ in range(3):
+                sync.step()
+            (line,) = lines[2:]
+            assert line.startswith(f"! decode {decode.url}: it is gone, but stays") and "--dp-aware" in line
+            assert len(here.workers()) == 4
+        finally:
+            router.stop()
