@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup ascend-env demo test test-full unit mutants faults lint format bench clean
+.PHONY: help setup ascend-env demo test test-full unit mutants faults lint format bench bench-small clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
@@ -21,6 +21,8 @@ help:
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s, and the merge"
 	@echo "             operations beside a memcpy of the same bytes"
+	@echo "make bench-small"
+	@echo "             the five topologies under load, scaled down to about 20 minutes; writes a report, can be resumed"
 	@echo "make clean   remove .venv, .venv-ascend and $(OUT)/"
 
 setup:
@@ -63,6 +65,9 @@ bench: setup
 	@$(BIN)/python -m bench_serving.prefill_cpu --limit 60
 	@$(BIN)/python -m bench_serving.merge
 	@$(BIN)/python -m bench_serving.handoff
+
+bench-small: setup
+	@$(BIN)/python -m bench_serving.matrix --scale small --out $(OUT)/matrix-small
 
 clean:
 	rm -rf .venv .venv-ascend .venv.lock $(OUT)

@@ -14,10 +14,13 @@ STDERR = 2
 def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.cpu import commands as cpu
     from sglang_hetero.demo import command as demo
+    from sglang_hetero.discovery import command as instances
     from sglang_hetero.explain import command as explain
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
     from sglang_hetero.perf import command as trace
+    from sglang_hetero.router import command as router
+    from sglang_hetero.router import sync_command as sync_router
     from sglang_hetero.state import command as state
 
     parser = argparse.ArgumentParser(
@@ -32,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_parser(subparsers)
     trace.add_parser(subparsers)
     state.add_parser(subparsers)
+    instances.add_parser(subparsers)
+    router.add_parser(subparsers)
+    sync_router.add_parser(subparsers)
     models.add_parser(subparsers)
     cpu.add_parser(subparsers)
     return parser

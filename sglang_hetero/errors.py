@@ -77,3 +77,15 @@ class TraceError(HeteroError):
 
 class StateError(HeteroError):
     """What a server says of itself cannot be kept, read or asked for (docs/state.md)."""
+
+
+class RecordError(HeteroError):
+    """What is said of a server is no sound record of it (docs/discovery.md)."""
+
+
+class DiscoveryError(HeteroError):
+    """etcd cannot be reached or refuses; the text names the endpoint and the remedy."""
+
+
+class RouterError(HeteroError):
+    """A router cannot be started, or cannot be told which servers there are (docs/router.md)."""

@@ -38,6 +38,7 @@ def activate() -> None:
 
         options = read(os.environ)
         seal_of(options.token_file)  # each part of the server makes its own; a file that cannot serve is told now
+        _ = options.etcd  # the same
         install(options)
     except Exception as error:
         _stop("the transfer cannot be put in", error)

@@ -48,6 +48,7 @@ from .peers import Peers
 from .posts import Posts, numeric
 from .rank import Rank, current_rank
 from .rank_report import receiver_fault, report_of
+from .rank_told import RankTold
 from .secret import seal_of
 from .steps import perf_of
 from .support import refuse_start, route_reasons, sglang_reader
@@ -100,7 +101,8 @@ class ManagerMixin:
             self._hetero_announcer = self._hetero_announce()
         reports = folder.given(os.environ)
         if reports is not None and self.hetero_mode is not Mode.OFF:
-            self.hetero_watch = Watch(lambda: report_of(self), reports, tell=tell_report)
+            told = RankTold(self.hetero_rank, reports)
+            self.hetero_watch = Watch(lambda: report_of(self), reports, tell=told.along(tell_report))
 
     @property
     def _hetero_able(self) -> bool:

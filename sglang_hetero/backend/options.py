@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_hetero.discovery.settings import SETTINGS, EtcdOptions, parse_url
 from sglang_hetero.errors import OptionError
 from sglang_hetero.transfer.pieces import StateMode
 from sglang_hetero.transfer.seal import TOKEN_OPTION
@@ -68,6 +69,21 @@ class Options:
     verify: bool = False
     trace: str | None = None
     token_file: str | None = None
+    etcd_endpoints: tuple[str, ...] | None = None
+    etcd_prefix: str | None = None
+    etcd_user: str | None = None
+    etcd_password_file: str | None = None
+    etcd_ca: str | None = None
+    etcd_cert: str | None = None
+    etcd_key: str | None = None
+    etcd_lease: int | None = None
+    advertise_url: str | None = None
+
+    @property
+    def etcd(self) -> EtcdOptions | None:
+        """How etcd is reached; None without discovery. Raises OptionError where the options of etcd do not go together
+        or a file cannot be read."""
+        return EtcdOptions.of({one.field: getattr(self, f"{_ETCD}{one.field}") for one in SETTINGS})
 
     def window_seconds(self, bootstrap_timeout: float) -> float:
         """How long a request may wait for units; prefill gives up after `bootstrap_timeout`, and we must come first."""
@@ -131,6 +147,8 @@ def _seconds(text: str) -> float:
     return value
 
 
+_ETCD = "etcd_"
+"""In front of the fields that say how etcd is reached."""
 _FLAG = "0 or 1"
 _SECONDS = f"seconds, more than 0 and at most {MAX_SECONDS:.0f}"
 
@@ -248,6 +266,19 @@ OPTIONS: tuple[Option, ...] = (
         "none",
         Reader.BOTH,
         "take messages only from peers that have the same token (docs/security.md)",
+    ),
+    *(
+        Option(one.variable, f"{_ETCD}{one.field}", one.parse, one.values, one.default, Reader.BOTH, one.what)
+        for one in SETTINGS
+    ),
+    Option(
+        "SGLANG_HETERO_ADVERTISE_URL",
+        "advertise_url",
+        parse_url,
+        "a URL like http://10.0.0.7:30000",
+        "from --host and --port; with 0.0.0.0 the address of the network interface",
+        Reader.BOTH,
+        "where routers reach this server, as it says in etcd and on /hetero/instance",
     ),
 )
 

@@ -52,6 +52,7 @@ class Rank:
     """How many rows of metadata there are, so how many requests can be under way."""
     here: Here
     device: torch.device
+    place: Coordinates
     manifest: Manifest | None = None
     memory: dict[tuple[Role, int], torch.Tensor] | None = None
 
@@ -99,6 +100,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
         queue.req_to_metadata_buffer_idx_allocator.size,
         _here(f"{side} {coordinates} ({host})", queue, kv_args, coordinates, tuple(unsupported)),
         device,
+        coordinates,
         manifest,
         memory,
     )

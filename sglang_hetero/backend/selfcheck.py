@@ -64,6 +64,14 @@ BOOTSTRAP: tuple[Symbol, ...] = (
 )
 """What the process with the bootstrap server needs: it has not loaded the scheduler, and need not for our sake."""
 
+SERVING: tuple[Symbol, ...] = (
+    Symbol("sglang.srt.managers.tokenizer_manager", "SignalHandler.sigterm_handler", "signum frame"),
+    Symbol(CONTEXT, "get_serving"),
+    Symbol(CONTEXT, "get_disagg"),
+    Symbol("sglang.srt.utils.network", "get_local_ip_auto", "fallback"),
+)
+"""What an HTTP process needs that registers in etcd; it has loaded these modules."""
+
 RANK: tuple[Symbol, ...] = (
     Symbol(UTILS, "setup_state_kv_args", "kv_args token_to_kv_pool"),
     Symbol(UTILS, "MetadataBuffers.get_buf_infos"),

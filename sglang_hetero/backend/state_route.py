@@ -1,8 +1,8 @@
-"""`GET /hetero/state` and an honest /health on SGLang's own HTTP server.
+"""`GET /hetero/state`, `GET /hetero/instance` and an honest /health on SGLang's own HTTP server.
 
 SGLang has no hook for routes. Its tokenizer manager starts the bootstrap server (prefill) or not (decode) in the HTTP
 process, before the application is served: there an ASGI middleware is put in front of it. SGLang adds its check of API
-keys later, so outside of ours: `/hetero/state` wants the key where there is one, and /health does not, as ever.
+keys later, so outside of ours: the two routes want the key where there is one, and /health does not, as ever.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.layout.manifest import Side
 from sglang_hetero.state import folder, process
-from sglang_hetero.state.report import Control, Report, State, encode, silent, state_of
+from sglang_hetero.state.report import Control, Discovery, Report, State, encode, silent, state_of
 
+from .instance import INSTANCE_PATH, OwnInstance, leave_at_sigterm, register, told
 from .options import Mode, read
 
 logger = logging.getLogger(__name__)
@@ -48,9 +50,18 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Source:
     """Where the answers come from: the folder of the reports, and, on prefill, the control service. Thread-safe."""
 
-    def __init__(self, mode: Mode, side: str, where: Path | None, control: Callable[[], Control | None]) -> None:
-        """where: None if this server has no folder: then nobody reports. control: how the control service is."""
+    def __init__(
+        self,
+        mode: Mode,
+        side: str,
+        where: Path | None,
+        control: Callable[[], Control | None],
+        discovery: Callable[[], Discovery | None] = lambda: None,
+    ) -> None:
+        """where: None if this server has no folder: then nobody reports. control: how the control service is.
+        discovery: how the record in etcd stands."""
         self._mode, self._side, self._where, self._control = mode, side, where, control
+        self._discovery = discovery
         self._lock = threading.Lock()
         self._kept: tuple[float, State] | None = None
         self._silent_since: float | None = None
@@ -79,6 +90,7 @@ class Source:
             now=now,
             alive=process.alive,
             control=self._control(),
+            discovery=self._discovery(),
             believed=self._believe(reports, problems, now),
             problems=problems,
         )
@@ -110,8 +122,9 @@ class Source:
 class StateMiddleware:
     """Answers what is ours, and hands everything else on as it came: no stream is touched."""
 
-    def __init__(self, app: App, source: Source) -> None:
-        self.app, self._source = app, source
+    def __init__(self, app: App, source: Source, instance: OwnInstance | None = None) -> None:
+        """instance: None for a server that is neither prefill nor decode: nothing is to be paired."""
+        self.app, self._source, self._instance = app, source, instance
         self._warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,6 +145,8 @@ class StateMiddleware:
             if path == STATE_PATH:
                 state = await asyncio.to_thread(self._source.state)
                 return OK, b"application/json", encode(state)
+            if path == INSTANCE_PATH and self._instance is not None:
+                return OK, b"application/json", await asyncio.to_thread(self._instance.answer)
             if path in HEALTH_PATHS and self._source.speaks_for_health:
                 state = await asyncio.to_thread(self._source.state)
                 if not state.ok:
@@ -152,8 +167,17 @@ def around_start_service(original: Callable[[], Any]) -> Any:
     add = getattr(getattr(http, "app", None), "add_middleware", None)
     if add is None:
         raise UpstreamChanged(f"{HTTP_SERVER}.app takes no middleware any more, so that /hetero/state cannot be there")
-    source = Source(read(os.environ).mode, _side(), folder.given(os.environ), _of(service))
-    add(StateMiddleware, source=source)
+    options, side, where = read(os.environ), _side(), folder.given(os.environ)
+    instance = registrar = None
+    if side:
+        instance = OwnInstance(Side(side), options, where)
+        registrar = register(instance, options)
+    elif options.etcd is not None:
+        logger.warning("discovery: this server is neither prefill nor decode, so it is not registered in etcd")
+    if registrar is not None:
+        leave_at_sigterm(registrar)
+    source = Source(options.mode, side, where, _of(service), told(registrar))
+    add(StateMiddleware, source=source, instance=instance)
     return service
 
 

@@ -108,6 +108,8 @@ def _lines(url: str, state: State) -> list[str]:
     if state.control is not None:
         one = state.control
         found.append(f"  control service: port {one.port}, {one.ranks} ranks, {one.parked} messages parked")
+    if state.discovery is not None:
+        found.append(f"  discovery: {state.discovery.standing}, {state.discovery.key or 'no record'} in etcd")
     found += [f"  {_rank(one)}" for one in state.ranks]
     return found
 

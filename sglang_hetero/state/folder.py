@@ -32,6 +32,8 @@ LOCK = "owner"
 SUFFIX = ".json"
 MAX_REPORTS = 1024
 """Ranks of one host. What is beyond is not read."""
+RANK_SUFFIX = ".rank"
+"""What a rank is, which it tells once (discovery/ranks.py)."""
 MAX_BYTES = 1 << 20
 """Of one report: a kilobyte or two, and a line per request in doubt."""
 
@@ -77,6 +79,26 @@ def write(folder: Path, report: Report) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_bytes(encode(report))
     unfinished.replace(path)
+
+
+def write_rank(folder: Path, pid: int, data: bytes) -> None:
+    """Leave there what a rank is. Raises OSError."""
+    path = folder / f"{pid}{RANK_SUFFIX}"
+    unfinished = path.with_suffix(f"{RANK_SUFFIX}.tmp")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)
+
+
+def read_ranks(folder: Path) -> tuple[list[bytes], list[str]]:
+    """What all ranks have said that they are, and what kept others from being read, one line each."""
+    found, problems = [], []
+    for path in sorted(folder.glob(f"*{RANK_SUFFIX}"))[:MAX_REPORTS]:
+        try:
+            with path.open("rb") as file:
+                found.append(file.read(MAX_BYTES))
+        except OSError as error:
+            problems.append(f"{path.name} cannot be read: {error}")
+    return found, problems
 
 
 def unwritable(folder: Path) -> str:

@@ -69,6 +69,19 @@ class Control(msgspec.Struct, kw_only=True):
     fault: str = ""
 
 
+class Discovery(msgspec.Struct, kw_only=True):
+    """How a server's record in etcd stands (docs/discovery.md). standing: `waiting` until the server serves,
+    `registered`, `away` while etcd is, `displaced` by another server with the same URL, or `left`. since: of that,
+    seconds since 1970."""
+
+    standing: str
+    key: str = ""
+    etcd: str = ""
+    """The endpoint that is asked."""
+    since: float = 0.0
+    trouble: str = ""
+
+
 class State(msgspec.Struct, kw_only=True):
     """A server: the answer of `GET /hetero/state`."""
 
@@ -84,6 +97,7 @@ class State(msgspec.Struct, kw_only=True):
     """Why this answer is not complete, or not new. It says nothing about the service, so it is no fault."""
     ranks: list[Report] = []
     control: Control | None = None
+    discovery: Discovery | None = None
 
 
 def silent(report: Report, now: float) -> bool:
@@ -99,6 +113,7 @@ def state_of(
     now: float,
     alive: Callable[[int], bool],
     control: Control | None = None,
+    discovery: Discovery | None = None,
     problems: Sequence[str] = (),
     believed: bool = True,
 ) -> State:
@@ -119,7 +134,18 @@ def state_of(
             )
     if control is not None and control.fault:
         faults.append(control.fault)
-    return State(ok=not faults, mode=mode, side=side, faults=faults, problems=problems, ranks=ranks, control=control)
+    if discovery is not None and discovery.trouble:
+        problems.append(f"discovery: {discovery.trouble}")
+    return State(
+        ok=not faults,
+        mode=mode,
+        side=side,
+        faults=faults,
+        problems=problems,
+        ranks=ranks,
+        control=control,
+        discovery=discovery,
+    )
 
 
 def encode(what: Report | State) -> bytes:

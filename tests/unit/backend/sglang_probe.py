@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from sglang_hetero.backend import conv_axis, selfcheck, support
+from sglang_hetero.backend import conv_axis, instance, selfcheck, support
 from sglang_hetero.cpu.enable import SHIMS
 from sglang_hetero.layout.manifest import Side
 from tests.harness import pools
@@ -234,10 +234,25 @@ def defaults():
     return found
 
 
+def sigterm():
+    """What happens, in this order, when SGLang hears SIGTERM and this server has registered."""
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+    done = []
+
+    class Manager:
+        def __setattr__(self, name, value):
+            done.append(f"{name} = {value}")
+
+    instance.leave_at_sigterm(SimpleNamespace(leave=lambda: done.append("leave")))
+    SignalHandler(Manager()).sigterm_handler()
+    return done
+
+
 def main():
     sys.path.append(str(SHIMS))
     torch.set_num_threads(1)
-    facts = {"check": selfcheck.check(selfcheck.BOOTSTRAP + selfcheck.RANK + conv_axis.SYMBOLS)}
+    facts = {"check": selfcheck.check(selfcheck.BOOTSTRAP + selfcheck.SERVING + selfcheck.RANK + conv_axis.SYMBOLS)}
     platforms = Platforms()
     geometry = replace(Geometry(), draft_tokens=DRAFT_TOKENS)
     facts["stock"] = facts_of_pools(platforms, geometry)
@@ -246,6 +261,7 @@ def main():
     facts["repaired"] = facts_of_pools(platforms, geometry)
     facts["missing_settings"] = read_settings()
     facts["defaults"] = defaults()
+    facts["sigterm"] = sigterm()
     print(json.dumps(facts))
 
 

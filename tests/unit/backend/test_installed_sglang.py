@@ -39,6 +39,10 @@ def test_a_server_with_defaults_is_served(probed, side):
     assert probed["defaults"][side] == []
 
 
+def test_a_record_is_taken_away_as_soon_as_sglang_hears_sigterm(probed):
+    assert probed["sigterm"] == ["leave", "gracefully_exit = True"]
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("when", ["stock", "repaired"])
 def test_channels_first_slots_arrive_and_stay_as_they_are(probed, when, pair):

@@ -23,6 +23,16 @@ ALLOWED = [
     ("SGLANG_HETERO_LAYERWISE", "0", "layerwise", False),
     ("SGLANG_HETERO_TRACE", "out/trace", "trace", "out/trace"),
     ("SGLANG_HETERO_TOKEN_FILE", "etc/token", "token_file", "etc/token"),
+    ("SGLANG_HETERO_ETCD", "10.0.0.5:2379,https://[::1]:1", "etcd_endpoints", ("10.0.0.5:2379", "https://[::1]:1")),
+    ("SGLANG_HETERO_ETCD_PREFIX", "/team/fleet_2", "etcd_prefix", "/team/fleet_2"),
+    ("SGLANG_HETERO_ETCD_USER", "a user", "etcd_user", "a user"),
+    ("SGLANG_HETERO_ETCD_PASSWORD_FILE", "etc/word", "etcd_password_file", "etc/word"),
+    ("SGLANG_HETERO_ETCD_CA", "etc/ca.pem", "etcd_ca", "etc/ca.pem"),
+    ("SGLANG_HETERO_ETCD_CERT", "etc/cert.pem", "etcd_cert", "etc/cert.pem"),
+    ("SGLANG_HETERO_ETCD_KEY", "etc/key.pem", "etcd_key", "etc/key.pem"),
+    ("SGLANG_HETERO_ETCD_LEASE", "3", "etcd_lease", 3),
+    ("SGLANG_HETERO_ETCD_LEASE", "3600", "etcd_lease", 3600),
+    ("SGLANG_HETERO_ADVERTISE_URL", "HTTP://Gate:1/", "advertise_url", "http://gate:1"),
 ]
 
 REFUSED = [
@@ -38,6 +48,18 @@ REFUSED = [
     ("SGLANG_HETERO_STALL_TIMEOUT", ["0", "-inf"]),
     ("SGLANG_HETERO_TRACE", ["", " ", "a\0b"]),
     ("SGLANG_HETERO_TOKEN_FILE", ["", " ", "a\0b"]),
+    (
+        "SGLANG_HETERO_ETCD",
+        ["", "etcd", "etcd:2379/v3", "a:1,", "a:1,a:1", "a:0", "u@a:1", ",".join(f"a:{n}" for n in range(1, 18))],
+    ),
+    ("SGLANG_HETERO_ETCD_PREFIX", ["", "/", "fleet", "/fleet/", "/a//b", "/a b", "/a\n", "/" + "a" * 200]),
+    ("SGLANG_HETERO_ETCD_USER", ["", "a\nb", "a" * 257]),
+    ("SGLANG_HETERO_ETCD_PASSWORD_FILE", ["", " ", "a\0b"]),
+    ("SGLANG_HETERO_ETCD_CA", ["", " ", "a\0b"]),
+    ("SGLANG_HETERO_ETCD_CERT", ["", "a\0b"]),
+    ("SGLANG_HETERO_ETCD_KEY", ["", "a\0b"]),
+    ("SGLANG_HETERO_ETCD_LEASE", ["", "2", "3601", "1.5", "15s"]),
+    ("SGLANG_HETERO_ADVERTISE_URL", ["", "10.0.0.7:30000", "http://", "http://a?x", "ftp://a", "http://u@a"]),
 ]
 
 

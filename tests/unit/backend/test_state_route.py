@@ -127,7 +127,7 @@ def test_the_state_is_json_whatever_it_is(app, tmp_path):
     found = decode_state(body)
     assert status == 200 and not found.ok and found.faults == ["decode TP0/1: a unit is lost"]
     assert (found.mode, found.side, found.ranks[0].ours) == ("auto", "decode", {"units": 4})
-    assert set(json.loads(body)) == {"ok", "mode", "side", "faults", "problems", "ranks", "control"}
+    assert set(json.loads(body)) == {"ok", "mode", "side", "faults", "problems", "ranks", "control", "discovery"}
 
 
 OLD = STALE_SECONDS + 1

@@ -7,7 +7,7 @@ import msgspec
 
 from sglang_hetero.backend.figures import FIGURES
 from sglang_hetero.backend.metrics import GAUGES
-from sglang_hetero.state.report import Control, Report, State
+from sglang_hetero.state.report import Control, Discovery, Report, State
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "state.md").read_text()
 SHORT = {"pp_rank", "pp_size", "dp_rank", "dp_size", "beat"}
@@ -15,7 +15,7 @@ SHORT = {"pp_rank", "pp_size", "dp_rank", "dp_size", "beat"}
 
 
 def test_every_field_is_there():
-    fields = {field.name for kind in (Report, State, Control) for field in msgspec.structs.fields(kind)}
+    fields = {field.name for kind in (Report, State, Control, Discovery) for field in msgspec.structs.fields(kind)}
     assert [name for name in sorted(fields - SHORT) if f"`{name}`" not in TEXT] == []
 
 

@@ -1,0 +1,3 @@
+#!/usr/bin/env bash
+# Topology mixed_tp2 on this host (Ascend NPUs). Settings and options: launch/README.md. --print shows all commands.
+exec "$(dirname "$(readlink -f "$0")")/../lib/fleet.sh" ascend mixed_tp2 "$@"

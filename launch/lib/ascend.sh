@@ -1,0 +1,64 @@
+# shellcheck shell=bash
+# What is particular to Ascend NPUs. Sourced by serve.sh; launch/README.md says what was tried and what was not.
+
+# Ranks of a server exchange activations by HCCL; prefill and decode exchange caches by MemFabric.
+# shellcheck disable=SC2034 # serve.sh reads it
+transfer_backend=ascend
+
+platform_settings() {
+    # SGLang's own default on NPUs, and the block size of the seed. Equal on both sides.
+    setting LAUNCH_PAGE 128
+    # CANN's variables, unless the image or the login shell has them. Its scripts use variables that are not set.
+    if [ -z "${ASCEND_TOOLKIT_HOME:-}" ]; then
+        local script
+        set +u
+        for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+            # shellcheck disable=SC1090
+            [ ! -f "$script" ] || . "$script"
+        done
+        set -u
+    fi
+}
+
+# platform_environment ROLE
+platform_environment() {
+    # Segments that grow instead of blocks of fixed sizes: long prompts leave less memory unused.
+    environment PYTORCH_NPU_ALLOC_CONF expandable_segments:True
+    # Streams per device that torch_npu deals out; the transfer has one of its own.
+    environment STREAMS_PER_DEVICE 32
+    # Collectives are scheduled on the vector cores, not by the host.
+    environment HCCL_OP_EXPANSION_MODE AIV
+    # Each rank stays on the CPU cores near its NPU.
+    environment SGLANG_SET_CPU_AFFINITY 1
+    # The host's network interface for setting up collectives, where it has several.
+    if [ -n "${LAUNCH_NIC:-}" ]; then
+        environment HCCL_SOCKET_IFNAME "$LAUNCH_NIC"
+        environment GLOO_SOCKET_IFNAME "$LAUNCH_NIC"
+    fi
+    [ "$1" != mixed ] || return 0
+    # MemFabric's way between NPUs: over the RoCE ports of a 910B, over the HCCS fabric of an A3.
+    case ${LAUNCH_CHIP:-} in
+    910b) environment ASCEND_MF_TRANSFER_PROTOCOL device_rdma ;;
+    a3) environment ASCEND_MF_TRANSFER_PROTOCOL sdma ;;
+    *) die "LAUNCH_CHIP=${LAUNCH_CHIP:-}: must be 910b (Atlas 800I A2) or a3 (Atlas 800I A3)" ;;
+    esac
+    # The one store at which all prefill and decode servers of a fleet find each other: store.sh, or else the first
+    # prefill server makes it. MemFabric takes an address here and no name.
+    [[ ${ASCEND_MF_STORE_URL:-} =~ ^tcp://([^/:]+):([0-9]+)$ ]] ||
+        die "ASCEND_MF_STORE_URL=${ASCEND_MF_STORE_URL:-}: must be tcp://ADDRESS:PORT, the same for all servers"
+    local host=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]} address
+    if [[ ! $host =~ ^[0-9.]+$ ]] && [ -z "${print:-}" ]; then
+        address=$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }')
+        [ -n "$address" ] || die "ASCEND_MF_STORE_URL: the name $host has no IPv4 address"
+        ASCEND_MF_STORE_URL=tcp://$address:$port
+    fi
+    environment ASCEND_MF_STORE_URL "$ASCEND_MF_STORE_URL"
+}
+
+platform_options() {
+    options+=(
+        --device npu
+        # The only attention of SGLang on NPUs.
+        --attention-backend ascend
+    )
+}

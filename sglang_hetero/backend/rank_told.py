@@ -1,0 +1,68 @@
+"""What a rank is, told once to the HTTP process of its server, which tells routers (backend/instance.py)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_hetero.discovery.ranks import Told, encode_told
+from sglang_hetero.layout.wire import encode as encode_manifest
+from sglang_hetero.state import folder, process
+from sglang_hetero.state.report import Report
+
+from .rank import Rank
+
+logger = logging.getLogger(__name__)
+
+
+class RankTold:
+    """Writes it to the server's folder, again and again until there is room."""
+
+    def __init__(self, rank: Rank, where: Path) -> None:
+        """Tries it at once. Raises nothing: a server whose ranks cannot be told of serves all the same."""
+        self._rank, self._where = rank, where
+        self._written = self._failed = False
+        # As they are at the start: one that ends is one no more.
+        self._parents = tuple(process.parents(os.getpid()))
+        self._try()
+
+    def along(self, tell: Callable[[Report], None]) -> Callable[[Report], None]:
+        """A function that does what `tell` does, once a second, and tries again where that is still needed."""
+
+        def both(report: Report) -> None:
+            self._try()
+            tell(report)
+
+        return both
+
+    def _try(self) -> None:
+        if self._written:
+            return
+        try:
+            folder.write_rank(self._where, os.getpid(), encode_told(told_of(self._rank, self._parents)))
+            self._written = True
+        except Exception as error:
+            if not self._failed:
+                logger.error("%s cannot say on /hetero/instance what it is: %s", self._rank.name, error)
+            self._failed = True
+
+
+def told_of(rank: Rank, parents: tuple[int, ...]) -> Told:
+    """What this rank is. Raises ManifestError for a manifest that is too large to be sent."""
+    return Told(
+        pid=os.getpid(),
+        parents=parents,
+        place=rank.place,
+        manifest=b"" if rank.manifest is None else encode_manifest(rank.manifest),
+        unsupported=rank.here.unsupported,
+        requests=_count(rank.scheduler, "max_running_requests"),
+        tokens=_count(rank.scheduler, "max_total_num_tokens"),
+    )
+
+
+def _count(scheduler: Any, name: str) -> int:
+    value = getattr(scheduler, name, 0)
+    return value if isinstance(value, int) and value > 0 else 0

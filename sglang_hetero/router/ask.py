@@ -1,0 +1,86 @@
+"""The router's own questions to servers: are you well, and what are your caches."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+import aiohttp
+
+from sglang_hetero.discovery.record import MAX_DESCRIPTION_BYTES, Instance, decode_description
+from sglang_hetero.errors import HeteroError, RouterError
+
+from .events import words_of
+from .pairing import Known, described, stock
+
+INSTANCE_PATH = "/hetero/instance"
+MAX_WORDS = 4096
+"""Bytes of an answer that is only looked at for its cause."""
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that shows an API key; nothing without one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+class Asker:
+    """Asks servers, with the router's own API key and a limit of `seconds` for each question."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, key: str | None, seconds: float, health_path: str = "/health"
+    ) -> None:
+        self._session, self._headers, self._seconds = session, bearer(key), seconds
+        self._health_path = health_path
+
+    async def healthy(self, instance: Instance) -> None:
+        """Return if its /health says 200. Raises RouterError with what it says else."""
+        status, data = await self._get(instance, self._health_path, MAX_WORDS)
+        if status != HTTPStatus.OK:
+            raise RouterError(f"{self._health_path} says HTTP {status}: {words_of(data) or 'nothing more'}")
+
+    async def describe(self, instance: Instance) -> Known:
+        """What it says of itself. Raises RouterError or RecordError, with the remedy."""
+        status, data = await self._get(instance, INSTANCE_PATH, MAX_DESCRIPTION_BYTES)
+        if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+            return stock(instance)
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise RouterError(f"{INSTANCE_PATH} wants the server's API key: start the router with --api-key")
+        if status != HTTPStatus.OK:
+            raise RouterError(f"{INSTANCE_PATH} says HTTP {status}: {words_of(data)}")
+        # Manifests of many ranks take a while to be read and checked.
+        return await asyncio.to_thread(lambda: described(instance, decode_description(data)))
+
+    async def _get(self, instance: Instance, path: str, most: int) -> tuple[int, bytes]:
+        """Status and body, of which more than `most` bytes are refused."""
+        try:
+            async with (
+                asyncio.timeout(self._seconds),
+                self._session.get(instance.url + path, headers=self._headers, allow_redirects=False) as response,
+            ):
+                data = await read_at_most(response, most)
+                return response.status, data
+        except TimeoutError:
+            raise RouterError(f"no answer to {path} within {self._seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise RouterError(f"no answer to {path}: {in_words(error)}") from None
+
+
+async def read_at_most(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The whole body. Raises RouterError if it is longer."""
+    found = bytearray()
+    async for data in response.content.iter_any():
+        found += data
+        if len(found) > most:
+            raise RouterError(f"{response.url} answers with more than {most} bytes")
+    return bytes(found)
+
+
+def in_words(error: BaseException) -> str:
+    """An error of a connection, for people; some say nothing but their kind."""
+    if isinstance(error, HeteroError):
+        return str(error)
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "the connection broke before the answer was complete"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "the connection was closed without an answer"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

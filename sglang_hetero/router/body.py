@@ -1,0 +1,188 @@
+"""What a router reads in a request and adds to it: how long it is, and where the two servers meet. Pure.
+
+A hand-over is arranged by three fields that both servers get alike: host and port of prefill's bootstrap server, and a
+room, a number that no other request has. A batch gets a list of each, one entry per prompt.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from typing import Any
+
+from sglang_hetero.discovery.record import Instance
+from sglang_hetero.errors import RouterError
+
+Body = dict[str, Any]
+
+BYTES_PER_TOKEN = 4
+"""Of a prompt as text. Close for English; a Chinese character takes three bytes and is about one token. It is only for
+comparing loads."""
+DEFAULT_NEW_TOKENS = 128
+"""SGLang's max_new_tokens where a request does not say it."""
+ROOMS = 2**63 - 1
+"""Rooms are signed 64-bit numbers."""
+MAX_SAMPLES = 1 << 16
+"""Rooms kept free above a drawn one: SGLang numbers on from one room for several prompts or samples."""
+
+
+def is_stream(body: Body) -> bool:
+    """Whether the answer is to be sent as it comes."""
+    return bool(body.get("stream", False))
+
+
+def wants_logprobs(body: Body) -> bool:
+    """Whether prefill's log-probabilities of the prompt belong into decode's answer."""
+    wanted = body.get("return_logprob", False)
+    return any(wanted) if isinstance(wanted, list) else bool(wanted)
+
+
+def batch_size(body: Body) -> int | None:
+    """How many prompts a body of /generate has; None for one that is no batch. Raises RouterError for an empty one."""
+    text = body.get("text")
+    if text is not None:
+        return None if isinstance(text, str) else _counted(text, "text")
+    for name in ("input_ids", "input_embeds"):
+        given = body.get(name)
+        if given is None:
+            continue
+        size = _counted(given, name)
+        first = given[0]
+        if name == "input_embeds":  # one prompt is a list of rows, a batch a list of those
+            first = first[0] if isinstance(first, list) and first else first
+        return size if isinstance(first, list) else None
+    return None
+
+
+def _counted(given: Any, name: str) -> int:
+    if not isinstance(given, list) or not given:
+        raise RouterError(f"{name} must be a text or a list that is not empty, of texts or of token ids")
+    return len(given)
+
+
+def _samples(body: Body) -> int:
+    """`n` of /generate: how many answers to each prompt."""
+    params = body.get("sampling_params")
+    first = params[0] if isinstance(params, list) and params else params
+    n = first.get("n", 1) if isinstance(first, dict) else 1
+    return n if isinstance(n, int) else 1
+
+
+def meet(body: Body, path: str, prefill: Instance, draw: Callable[[int], int]) -> Body:
+    """`body` with the fields of a hand-over at this prefill server and rooms of its own.
+
+    path: of the route. draw: a random number from 0 to below its argument. Raises RouterError for an empty batch.
+    """
+    host, port = bootstrap_host(prefill), prefill.bootstrap_port or None
+    size = batch_size(body) if path == "/generate" else None
+    if size is None or _samples(body) > 1:
+        # One room is enough: SGLang numbers on from it for further prompts and samples. It has to for several samples
+        # of a batch: a list it would repeat, so that two samples of a prompt had the same room.
+        return body | {
+            "bootstrap_host": host,
+            "bootstrap_port": port,
+            "bootstrap_room": draw(ROOMS - MAX_SAMPLES),
+        }
+    return body | {
+        "bootstrap_host": [host] * size,
+        "bootstrap_port": [port] * size,
+        "bootstrap_room": [draw(ROOMS) for _ in range(size)],
+    }
+
+
+def bootstrap_host(prefill: Instance) -> str:
+    """Where prefill's bootstrap server is: the host of its URL, an IPv6 address in brackets."""
+    try:
+        return f"[{ipaddress.IPv6Address(prefill.host)}]"
+    except ValueError:
+        return prefill.host
+
+
+def again(body: Body, attempt: int) -> Body:
+    """`body` for a further attempt. A request id of the client's is changed: a server that is still ending the former
+    attempt would refuse the same one."""
+    rid = body.get("rid")
+    if isinstance(rid, str):
+        return body | {"rid": f"{rid}-{attempt}"}
+    if isinstance(rid, list):
+        return body | {"rid": [f"{one}-{attempt}" for one in rid]}
+    return body
+
+
+def prompt_tokens(body: Body) -> int:
+    """Length of the prompts, all together: exact for token ids, estimated for text."""
+    for name in ("input_ids", "input_embeds", "text", "prompt", "messages"):
+        if (given := body.get(name)) is not None:
+            return _tokens(given)
+    return 0
+
+
+def _tokens(given: Any) -> int:
+    total = 0
+    waiting = [given]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            # isascii is answered without looking; the length in bytes would be a copy of a long prompt.
+            size = len(one) if one.isascii() else len(one.encode(errors="replace"))
+            total += -(-size // BYTES_PER_TOKEN)
+        elif isinstance(one, list):
+            if one and isinstance(one[0], int | float):
+                total += len(one) if isinstance(one[0], int) else 1
+            else:
+                waiting += one
+        elif isinstance(one, dict):
+            waiting += [value for key, value in one.items() if key in ("content", "text", "tool_calls", "arguments")]
+    return total
+
+
+def new_tokens(body: Body) -> int:
+    """How many tokens are asked for, all answers together."""
+    params = body.get("sampling_params")
+    total = 0
+    for one in params if isinstance(params, list) else [params]:
+        total += _asked(one if isinstance(one, dict) else body)
+    if not isinstance(params, list):
+        total *= _answers(body)
+    return total
+
+
+def _answers(body: Body) -> int:
+    given = body.get("prompt")
+    many = len(given) if isinstance(given, list) and given and not isinstance(given[0], int) else 1
+    try:
+        return many * (batch_size(body) or 1)
+    except RouterError:
+        return many
+
+
+def _asked(source: Body) -> int:
+    for name in ("max_new_tokens", "max_completion_tokens", "max_tokens"):
+        value = source.get(name)
+        if isinstance(value, int) and value >= 0:
+            return value
+    return DEFAULT_NEW_TOKENS
+
+
+def merge_logprobs(prefill: Any, decode: Any) -> Any:
+    """Decode's answer to /generate with prefill's log-probabilities of the prompt before its own.
+
+    Both are one object, or a list of them for a batch. Where one of them says nothing of log-probabilities, decode's is
+    left as it is.
+    """
+    if isinstance(prefill, list) and isinstance(decode, list):
+        merged = [merge_logprobs(left, right) for left, right in zip(prefill, decode, strict=False)]
+        return merged + decode[len(merged) :]
+    ours, theirs = _meta(decode), _meta(prefill)
+    if ours is None or theirs is None:
+        return decode
+    first = theirs.get("input_token_logprobs")
+    if not isinstance(first, list):
+        return decode
+    rest = ours.get("input_token_logprobs")
+    return decode | {"meta_info": ours | {"input_token_logprobs": first + (rest if isinstance(rest, list) else [])}}
+
+
+def _meta(answer: Any) -> dict[str, Any] | None:
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    return meta if isinstance(meta, dict) else None

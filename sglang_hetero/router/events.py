@@ -1,0 +1,132 @@
+"""Server-sent events as SGLang writes them, and what an answer of a server means for a router. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+DONE = b"[DONE]"
+END = b"\n\n"
+MAX_EVENT = 64 << 20
+"""Bytes of one event: the log-probabilities of a long prompt are a few MB."""
+SHOWN = 500
+"""Characters of a server's own words in an error of ours."""
+TELLTALES = (b'"abort"', b'"error"')
+"""One of these is in every event that says that a request has failed. Text that a model writes cannot have them: its
+quotation marks are escaped."""
+
+
+class EventTooLong(ValueError):
+    """A stream has no end of an event where there must be one."""
+
+
+class Splitter:
+    """Cuts a stream of bytes into events, however it comes in pieces."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that are complete now, each with the empty line that ends it. Raises EventTooLong."""
+        searched = max(0, len(self._rest) - len(END) + 1)
+        self._rest += data
+        found: list[bytes] = []
+        start = 0
+        while (end := self._rest.find(END, max(searched, start))) >= 0:
+            found.append(bytes(self._rest[start : end + len(END)]))
+            start = end + len(END)
+        del self._rest[:start]
+        if len(self._rest) > MAX_EVENT:
+            raise EventTooLong(f"an event of more than {MAX_EVENT} bytes")
+        return found
+
+    @property
+    def rest(self) -> bytes:
+        """What has come of an event that is not complete."""
+        return bytes(self._rest)
+
+
+def payload(event: bytes) -> bytes | None:
+    """The data of an event; None for one without, a comment for example."""
+    lines = [line[len(b"data:") :].strip() for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a server says went wrong. status: as of HTTP. retry: whether another server may do better.
+
+    blame: whether it says something about the server that has said so.
+    """
+
+    status: int
+    cause: str
+    retry: bool
+    blame: bool = True
+
+
+def refusal(status: int, cause: str) -> Failure:
+    """What an HTTP status other than 200, or the same number in an event, means."""
+    # A full queue is no fault; one that is starting or broken says so on /health.
+    busy = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+    broken = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return Failure(status, cause[:SHOWN], retry=broken or busy, blame=broken and not busy)
+
+
+def failure_in(event: bytes) -> Failure | None:
+    """The failure that an event of a stream tells; None if it tells none."""
+    if not any(telltale in event for telltale in TELLTALES):
+        return None
+    data = payload(event)
+    if data is None or data == DONE:
+        return None
+    try:
+        return failure_of(msgspec.json.decode(data))
+    except msgspec.DecodeError:
+        return None
+
+
+def failure_of(answer: Any) -> Failure | None:
+    """The failure in an answer's JSON, an event of a stream or a whole body of status 200; None if there is none.
+
+    A request that its client has aborted (/abort_request) has not failed: SGLang gives no status with it.
+    """
+    for one in answer if isinstance(answer, list) else [answer]:
+        if not isinstance(one, Mapping):
+            continue
+        if (error := one.get("error")) is not None:
+            return refusal(_status(error, HTTPStatus.INTERNAL_SERVER_ERROR), words(one))
+        meta = one.get("meta_info")
+        reason = meta.get("finish_reason") if isinstance(meta, Mapping) else None
+        if isinstance(reason, Mapping) and reason.get("type") == "abort":
+            status = _status({"code": reason.get("status_code")}, 0)
+            if status:
+                return refusal(status, str(reason.get("message", "aborted")))
+    return None
+
+
+def _status(error: Any, default: int) -> int:
+    code = error.get("code") if isinstance(error, Mapping) else None
+    known = isinstance(code, int) and not isinstance(code, bool) and HTTPStatus.BAD_REQUEST <= code < 600
+    return code if known and isinstance(code, int) else int(default)
+
+
+def words(answer: Any) -> str:
+    """What an error says, in whichever form SGLang gives it."""
+    if isinstance(answer, Mapping):
+        for name in ("error", "message", "detail"):
+            if name in answer:
+                return words(answer[name])
+    return answer if isinstance(answer, str) else msgspec.json.encode(answer).decode(errors="replace")
+
+
+def words_of(body: bytes) -> str:
+    """What the body of an error says."""
+    try:
+        return words(msgspec.json.decode(body))[:SHOWN]
+    except (msgspec.DecodeError, RecursionError):
+        return body[:SHOWN].decode(errors="replace")

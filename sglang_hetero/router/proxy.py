@@ -1,0 +1,492 @@
+"""The way of one request through the router, from top to bottom.
+
+Both servers get it at the same time. Prefill's answer only says how it went there; decode's is the client's. Until a
+first piece of it has gone to the client, a failure on either side ends the other's request, too, and another pair is
+tried with rooms of its own. Afterwards nothing is tried again: the client would get a second beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from sglang_hetero.errors import HeteroError, RouterError
+
+from . import body as bodies
+from .answers import Tried, error, error_event, exhausted
+from .events import DONE, END, failure_in, payload, refusal
+from .exchange import Broken, Exchange, Passed, encode, onward
+from .fleet import (
+    CHARGE_DECODE,
+    CHARGE_MOST,
+    CHARGE_PAIR,
+    CHARGE_PREFILL,
+    ENDED,
+    LOST,
+    REFUSED,
+    Avoid,
+    Fleet,
+    Key,
+    Lease,
+    NoPair,
+    Server,
+)
+from .metrics import CLIENT_LEFT, Metrics
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 1.0
+"""To tell a client that its time is over; one that does not read is not told."""
+PREFILL_SECONDS = 30.0
+"""How long prefill's answer is waited for when decode has begun or ended: it has nothing left to do but to send it."""
+RETRY_AFTER = "1"
+"""Seconds, of an answer that says that there is no server now."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """seconds: for a request from its arrival to its end. retries: attempts beyond the first. pause: seconds before the
+    first retry, half as long again before each further one. idle: most seconds between two pieces of a stream. grace:
+    seconds that the other server has to say the true cause when one says that a request failed; if its process is gone,
+    its connection says so at once."""
+
+    seconds: float = 1800.0
+    retries: int = 5
+    pause: float = 0.05
+    max_pause: float = 5.0
+    idle: float = 300.0
+    grace: float = 1.0
+
+
+class Gone(Exception):
+    """The client went away while it was written to."""
+
+
+class Proxy:
+    """Passes requests on."""
+
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, settings: Settings, metrics: Metrics) -> None:
+        self.fleet, self.session, self.settings, self.metrics = fleet, session, settings, metrics
+        self.draw = random.SystemRandom().randrange
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait for nothing any more."""
+        for task in self._late:
+            task.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """The answer to one request. When the client goes away, aiohttp cancels this, and with it both sides."""
+        arrived, status = time.monotonic(), CLIENT_LEFT
+        try:
+            response = await self._handle(request, arrived)
+            status = str(response.status)
+        except Gone:
+            # To nobody; a stream that has begun is not there to be ended, either.
+            return web.Response(status=int(CLIENT_LEFT))
+        except Exception:
+            status = str(int(HTTPStatus.INTERNAL_SERVER_ERROR))
+            raise
+        finally:
+            self.metrics.requests.labels(request.path, status).inc()
+        if response.status == HTTPStatus.OK:
+            self.metrics.duration.labels(request.path).observe(time.monotonic() - arrived)
+        return response
+
+    async def _handle(self, request: web.Request, arrived: float) -> web.StreamResponse:
+        try:
+            body = msgspec.json.decode(await request.read())
+            if not isinstance(body, dict):
+                raise RouterError(f"the body must be a JSON object, not {type(body).__name__}")
+            bodies.batch_size(body)
+        except web.HTTPRequestEntityTooLarge:
+            return refuse(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                "the body is longer than the router takes; start it with a larger --max-payload-size",
+            )
+        except (msgspec.DecodeError, RecursionError, HeteroError) as bad:
+            return refuse(HTTPStatus.BAD_REQUEST, f"not a request: {bad}")
+        return await _Request(self, request, body, arrived).run()
+
+    def finish_later(self, task: asyncio.Task[Any], exchange: Exchange, lease: Lease) -> None:
+        """Let prefill end a request that decode has already; close it if it does not."""
+
+        async def wait() -> None:
+            try:
+                async with asyncio.timeout(PREFILL_SECONDS):
+                    await task
+                self.fleet.succeeded(lease.prefill)
+            except (Broken, TimeoutError) as ended:
+                logger.info("%s, after its hand-over: %s", lease.prefill.label, ended)
+            finally:
+                task.cancel()
+                exchange.close()
+                lease.prefill_done()
+
+        late = asyncio.create_task(wait())
+        self._late.add(late)
+        late.add_done_callback(self._late.discard)
+
+
+class _Request:
+    """One request, with all its attempts."""
+
+    def __init__(self, proxy: Proxy, request: web.Request, body: bodies.Body, arrived: float) -> None:
+        self._proxy, self._fleet, self._metrics = proxy, proxy.fleet, proxy.metrics
+        self._settings = proxy.settings
+        self._request, self._body, self._arrived = request, body, arrived
+        self._path, self._headers = request.path, onward(request.headers)
+        self._headers["Content-Type"] = "application/json"
+        self._headers["Accept-Encoding"] = "identity"
+        self._stream = bodies.is_stream(body)
+        self._logprobs = self._path == "/generate" and bodies.wants_logprobs(body)
+        self._prompt, self._new = bodies.prompt_tokens(body), bodies.new_tokens(body)
+        self._name = f"{proxy.draw(1 << 32):08x}"
+        self._tried: list[Tried] = []
+        self._avoid: Avoid = {}
+        self._now: Lease | None = None
+        self._out: web.StreamResponse | None = None
+        """The answer, once a piece of it has gone to the client."""
+
+    async def run(self) -> web.StreamResponse:
+        """Try until it succeeds, or cannot be tried any more."""
+        try:
+            async with asyncio.timeout(self._settings.seconds):
+                return await self._attempts()
+        except TimeoutError:
+            return await self._too_late()
+
+    async def _attempts(self) -> web.StreamResponse:
+        pause, status = self._settings.pause, int(HTTPStatus.BAD_GATEWAY)
+        for attempt in range(1 + self._settings.retries):
+            if attempt:
+                self._metrics.retries.inc()
+                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(pause * 1.5, self._settings.max_pause)
+            try:
+                lease = self._fleet.take(self._prompt, self._new, self._avoid, self._body.get("model"))
+            except NoPair as none:
+                return self._no_pair(none)
+            self._now = lease
+            try:
+                return await self._attempt(lease, attempt)
+            except Broken as broken:
+                self._tried.append(
+                    Tried(
+                        lease.prefill.instance.url,
+                        lease.decode.instance.url,
+                        broken.server.label,
+                        broken.failure.cause,
+                    )
+                )
+                logger.warning(
+                    "request %s, attempt %d: %s failed: %s", self._name, attempt + 1, broken.server.label, broken
+                )
+                if not broken.failure.retry:
+                    return self._pass(broken)
+                status = broken.failure.status
+            finally:
+                lease.done()
+        return self._refuse(status, exhausted(self._tried))
+
+    async def _attempt(self, lease: Lease, attempt: int) -> web.StreamResponse:
+        """One pair. Raises Broken while nothing has gone to the client; never leaves a request behind at a server."""
+        body = bodies.again(self._body, attempt) if attempt else self._body
+        met = bodies.meet(body, self._path, lease.prefill.instance, self._proxy.draw)
+        logger.info(
+            "request %s: %s, %d tokens, room %s: %s and %s",
+            self._name,
+            self._path,
+            self._prompt,
+            _shown(met["bootstrap_room"]),
+            lease.prefill.label,
+            lease.decode.label,
+        )
+        data = encode(met)
+        prefill, decode = (
+            Exchange(self._proxy.session, server, self._path, self._headers, data)
+            for server in (lease.prefill, lease.decode)
+        )
+        run = self._streamed if self._stream else self._whole
+        try:
+            return await run(lease, prefill, decode)
+        finally:
+            decode.close()
+
+    # Not streamed
+
+    async def _whole(self, lease: Lease, prefill: Exchange, decode: Exchange) -> web.StreamResponse:
+        before = asyncio.create_task(prefill.read())
+        answer = asyncio.create_task(decode.read())
+        handed_over = False
+        try:
+            data = await self._both(lease, before, answer)
+            if self._logprobs:
+                data = await self._with_logprobs(lease, prefill, before, decode.json(data))
+            handed_over = True
+            self._fleet.succeeded(lease.decode)
+            return web.Response(status=HTTPStatus.OK, body=data, headers=decode.headers)
+        finally:
+            await self._leave(lease, prefill, before, answer, handed_over=handed_over)
+
+    async def _with_logprobs(self, lease: Lease, prefill: Exchange, before: asyncio.Task[bytes], answer: Any) -> bytes:
+        """Decode's answer with prefill's log-probabilities of the prompt. Raises Broken."""
+        done, _ = await asyncio.wait({before}, timeout=PREFILL_SECONDS)
+        if (failed := _broken(before) if done else self._silent(lease.prefill)) is not None:
+            self._charge(lease, failed)
+            raise failed
+        return msgspec.json.encode(bodies.merge_logprobs(prefill.json(before.result()), answer))
+
+    # Streamed
+
+    async def _streamed(self, lease: Lease, prefill: Exchange, decode: Exchange) -> web.StreamResponse:
+        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        before = asyncio.create_task(prefill.watch(told))
+        handed_over = False
+        async with aclosing(decode.pieces(whole=self._logprobs)) as pieces:
+            first = asyncio.create_task(_next(pieces))
+            try:
+                piece = await self._both(lease, before, first)
+                merge = await self._first_logprobs(lease, before, told) if self._logprobs else None
+                out = self._out = await self._begin(decode.headers)
+                await self._pass_on(out, lease, pieces, piece, merge)
+                handed_over = True
+                return out
+            finally:
+                await self._leave(lease, prefill, before, first, handed_over=handed_over)
+                told.cancel()
+
+    async def _first_logprobs(self, lease: Lease, before: asyncio.Task[None], told: asyncio.Future[Any]) -> Any:
+        """Prefill's first event, which has the log-probabilities of the prompt. Raises Broken."""
+        await asyncio.wait({before, told}, timeout=PREFILL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if told.done():
+            return told.result()
+        failed = _broken(before) or self._silent(lease.prefill)
+        self._charge(lease, failed)
+        raise failed
+
+    async def _begin(self, headers: CIMultiDict[str]) -> web.StreamResponse:
+        """From here on the client has an answer, and nothing is tried again."""
+        headers.setdefault("Content-Type", "text/event-stream")
+        headers.setdefault("Cache-Control", "no-cache")
+        headers["X-Accel-Buffering"] = "no"  # a proxy before us is asked not to collect pieces, either
+        out = web.StreamResponse(status=HTTPStatus.OK, headers=headers)
+        try:
+            await out.prepare(self._request)
+        except (ConnectionError, aiohttp.ClientConnectionError):
+            raise Gone from None
+        return out
+
+    async def _pass_on(
+        self, out: web.StreamResponse, lease: Lease, pieces: AsyncIterator[bytes], piece: bytes, merge: Any
+    ) -> None:
+        """The rest of the stream, piece by piece. A failure is told in the stream, which it ends."""
+        await _write(out, _merged(piece, merge))
+        self._metrics.first_token.labels(self._path).observe(time.monotonic() - self._arrived)
+        cause, kind = "", ENDED
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._settings.idle):
+                        piece = await anext(pieces)
+                except StopAsyncIteration:
+                    break
+                await _write(out, _merged(piece, merge))
+                for event in piece.split(END):
+                    if (failure := failure_in(event)) is not None and failure.blame:
+                        cause, kind = failure.cause, REFUSED  # the stream says it itself, and ends
+        except Broken as broken:
+            cause = broken.failure.cause
+        except TimeoutError:
+            cause = f"nothing came for {self._settings.idle:g} s"
+        if not cause:
+            self._fleet.succeeded(lease.decode)
+        else:
+            self._metrics.broken.labels(self._path).inc()
+            self._fleet.failed(lease.decode, f"a stream broke off: {cause}", kind)
+            logger.warning("request %s broke off: %s: %s", self._name, lease.decode.label, cause)
+        if cause and kind == ENDED:
+            text = f"{lease.decode.label} broke off after the first token: {cause}; send the request again"
+            await _write(out, error_event(HTTPStatus.BAD_GATEWAY, text))
+        await _end(out)
+
+    # Both sides
+
+    async def _both(self, lease: Lease, before: asyncio.Task[Any], answer: asyncio.Task[Any]) -> Any:
+        """What decode answers. Raises Broken as soon as either side fails, having found out whose fault it is."""
+        before.add_done_callback(lambda _: lease.prefill_done())
+        await asyncio.wait({before, answer}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done() and _broken(before) is None:
+            self._fleet.succeeded(lease.prefill)
+            await asyncio.wait({answer})
+        failed = _broken(answer) if answer.done() else _broken(before)
+        if failed is None:
+            return answer.result()
+        # Let the other one speak, unless it is clear already.
+        other = before if failed.server is lease.decode else answer
+        if failed.kind != LOST and failed.failure.blame:
+            await asyncio.wait({other}, timeout=self._settings.grace)
+        told = _broken(other)
+        if other is answer and answer.done() and told is None:
+            return answer.result()  # what failed on prefill came after the hand-over
+        worse = told if told is not None and _weight(told) > _weight(failed) else failed
+        self._charge(lease, worse)
+        raise worse
+
+    def _charge(self, lease: Lease, broken: Broken) -> None:
+        """Write down who failed; a retry goes elsewhere where it can."""
+        prefill, decode = lease.prefill, lease.decode
+        server, failure = broken.server, broken.failure
+        self._fleet.failed(server, failure.cause, broken.kind, blame=failure.blame)
+        if not failure.retry:
+            return
+        self._against((prefill.key, decode.key), CHARGE_PAIR)
+        if broken.kind == LOST or failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self._against(server.key, CHARGE_MOST)
+            return
+        # It says that a hand-over failed. That may be the other's fault; more often it is prefill's, whose part it was.
+        self._against(prefill.key, CHARGE_PREFILL)
+        self._against(decode.key, CHARGE_DECODE)
+        if failure.blame:
+            other = decode if server is prefill else prefill
+            self._fleet.failed(other, f"a request failed at {server.label}: {failure.cause}", REFUSED)
+
+    def _against(self, key: Key | tuple[Key, Key], charge: int) -> None:
+        self._avoid[key] = self._avoid.get(key, 0) + charge
+
+    async def _leave(
+        self,
+        lease: Lease,
+        prefill: Exchange,
+        before: asyncio.Task[Any],
+        answer: asyncio.Task[Any],
+        *,
+        handed_over: bool,
+    ) -> None:
+        """End what is under way. Where decode has answered, prefill may finish."""
+        if handed_over and not before.done():
+            self._proxy.finish_later(before, prefill, lease)
+        elif handed_over and _broken(before) is None:
+            self._fleet.succeeded(lease.prefill)
+        else:
+            before.cancel()
+            prefill.close()
+        answer.cancel()
+        # No exception of theirs is news: what counts has been raised.
+        await asyncio.gather(
+            answer, *([before] if before.cancelling() or before.done() else []), return_exceptions=True
+        )
+
+    def _silent(self, server: Server) -> Broken:
+        text = f"it did not answer within {PREFILL_SECONDS:g} s although decode has its request"
+        return Broken(server, REFUSED, refusal(HTTPStatus.GATEWAY_TIMEOUT, text))
+
+    # Answers of the router's own
+
+    def _no_pair(self, none: NoPair) -> web.Response:
+        text = f"{none}; before that: {exhausted(self._tried)}" if self._tried else str(none)
+        response = self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text)
+        response.headers["Retry-After"] = RETRY_AFTER
+        return response
+
+    def _pass(self, broken: Broken) -> web.Response:
+        """A refusal that is about the request itself, in the server's own words where it gave an answer."""
+        passed: Passed | None = broken.passed
+        if passed is not None and passed.status != HTTPStatus.OK:
+            return web.Response(status=passed.status, headers=passed.headers, body=passed.body)
+        return self._refuse(broken.failure.status, f"{broken.server.label}: {broken.failure.cause}")
+
+    def _refuse(self, status: int, text: str) -> web.Response:
+        logger.warning("request %s: HTTP %d: %s", self._name, status, text)
+        return refuse(status, text, self._tried)
+
+    async def _too_late(self) -> web.StreamResponse:
+        lease = self._now
+        who = f" by {lease.prefill.label} and {lease.decode.label}" if lease else ""
+        text = (
+            f"not finished{who} within {self._settings.seconds:g} s; start the router with a larger "
+            "--request-timeout-secs, or see what those servers wait for (GET /hetero/state)"
+        )
+        if self._out is None:
+            return self._refuse(HTTPStatus.GATEWAY_TIMEOUT, text)
+        logger.warning("request %s broke off: %s", self._name, text)
+        self._metrics.broken.labels(self._path).inc()
+        # A client that does not read must not keep this here, either.
+        with suppress(TimeoutError, Gone):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await _write(self._out, error_event(HTTPStatus.GATEWAY_TIMEOUT, text))
+                await _end(self._out)
+        return self._out
+
+
+def refuse(status: int, text: str, tried: list[Tried] | tuple[()] = ()) -> web.Response:
+    """An error of the router's own."""
+    return web.Response(
+        status=status, body=msgspec.json.encode(error(status, text, tried)), content_type="application/json"
+    )
+
+
+def _broken(task: asyncio.Task[Any]) -> Broken | None:
+    """How a task failed; None if it has not, or not yet. Raises what is no failure of a server."""
+    if not task.done():
+        return None
+    failed = task.exception()
+    if failed is None or isinstance(failed, Broken):
+        return failed
+    raise failed
+
+
+def _weight(broken: Broken) -> int:
+    """Which of two failures of one attempt is the cause: a lost connection, or a refusal of the request itself."""
+    return 2 if broken.kind == LOST else 1 if not broken.failure.retry else 0
+
+
+def _shown(room: Any) -> str:
+    """The room, or rooms, of a request for the log."""
+    return f"{room[0]} and {len(room) - 1} more" if isinstance(room, list) and len(room) > 1 else str(room)
+
+
+async def _next(pieces: AsyncIterator[bytes]) -> bytes:
+    """The first piece, for a task: what `anext` gives is no coroutine."""
+    return await anext(pieces)
+
+
+async def _write(out: web.StreamResponse, data: bytes) -> None:
+    try:
+        await out.write(data)
+    except (ConnectionError, aiohttp.ClientConnectionError):
+        raise Gone from None
+
+
+async def _end(out: web.StreamResponse) -> None:
+    try:
+        await out.write_eof()
+    except (ConnectionError, aiohttp.ClientConnectionError):
+        raise Gone from None
+
+
+def _merged(piece: bytes, merge: Any) -> bytes:
+    """An event with prefill's log-probabilities before decode's own, if there are any to be merged."""
+    if merge is None:
+        return piece
+    data = payload(piece)
+    if data is None or data == DONE:
+        return piece
+    try:
+        answer = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return piece
+    return b"data: " + msgspec.json.encode(bodies.merge_logprobs(merge, answer)) + END

@@ -1,0 +1,127 @@
+"""Streams in pieces, and what servers' answers mean."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_hetero.router import events
+from sglang_hetero.router.answers import Tried, error, error_event, exhausted
+from sglang_hetero.router.events import EventTooLong, Splitter, failure_in, failure_of, payload, refusal, words_of
+from tests.unit.router.fakes import aborted, event, token
+
+
+@given(st.lists(st.binary(max_size=8).filter(lambda data: b"\n" not in data), max_size=8), st.data())
+def test_events_are_the_same_however_they_are_cut(texts: list[bytes], data: st.DataObject) -> None:
+    whole = [b"data: " + text + b"\n\n" for text in texts]
+    stream = b"".join(whole) + b"data: re"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    splitter, found = Splitter(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += splitter.feed(stream[start:end])
+    assert found == whole
+    assert splitter.rest == b"data: re"
+
+
+def test_an_event_without_an_end_is_not_collected_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_EVENT", 100)
+    splitter = Splitter()
+    splitter.feed(b"x" * 100)
+    with pytest.raises(EventTooLong):
+        splitter.feed(b"x")
+
+
+def test_the_data_of_an_event() -> None:
+    assert payload(b"data: {}\n\n") == payload(b"event: x\ndata:{}\r\n\n") == b"{}"
+    assert payload(b"data: a\ndata: b\n\n") == b"a\nb"
+    assert payload(b": ping\n\n") is None
+    assert payload(b"\n\n") is None
+
+
+FINE = [
+    token("a"),
+    token("a", finish_reason={"type": "length", "length": 4}),
+    aborted("Aborted", None),
+    {"choices": [{"delta": {"content": 'the word "error" and {"error": 1}'}}]},
+    {"choices": [], "error": None},
+    [token("a"), token("b")],
+    "[DONE]",
+    7,
+    {"meta_info": {"finish_reason": "abort"}},
+]
+
+
+@pytest.mark.parametrize("answer", FINE, ids=str)
+def test_answers_without_a_failure(answer) -> None:
+    assert failure_of(answer) is None
+    assert failure_in(event(answer)) is None
+
+
+FAILED = [
+    (aborted("no units", 500), 500, "no units", True, True),
+    (aborted("too long", 400), 400, "too long", False, False),
+    (aborted("full", 503), 503, "full", True, False),
+    ([token("a"), aborted("no units", 500)], 500, "no units", True, True),
+    ({"error": {"message": "bad", "code": 400}}, 400, "bad", False, False),
+    ({"error": {"object": "error", "message": "lost", "code": 500}}, 500, "lost", True, True),
+    ({"error": "no words"}, 500, "no words", True, True),
+    ({"error": {"message": "odd", "code": "x"}}, 500, "odd", True, True),
+    ({"error": {"message": "odd", "code": True}}, 500, "odd", True, True),
+]
+
+
+@pytest.mark.parametrize(("answer", "status", "cause", "retry", "blame"), FAILED, ids=str)
+def test_answers_with_a_failure(answer, status, cause, retry, blame) -> None:
+    for failure in (failure_of(answer), failure_in(event(answer))):
+        assert failure is not None
+        assert (failure.status, failure.cause, failure.retry, failure.blame) == (status, cause, retry, blame)
+
+
+@pytest.mark.parametrize(
+    ("status", "retry", "blame"),
+    [
+        *((400, False, False), (401, False, False), (404, False, False), (429, True, False), (500, True, True)),
+        *((502, True, True), (503, True, False), (504, True, True), (307, False, False)),
+    ],
+)
+def test_what_a_status_means(status: int, retry: bool, blame: bool) -> None:
+    failure = refusal(status, "x" * 10_000)
+    assert (failure.retry, failure.blame) == (retry, blame)
+    assert len(failure.cause) == events.SHOWN
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error": {"message": "a"}}', "a"),
+        (b'{"object": "error", "message": "b", "code": 500}', "b"),
+        (b'{"detail": "c"}', "c"),
+        (b'{"detail": [{"loc": 1}]}', '[{"loc":1}]'),
+        (b"plain", "plain"),
+        (b"\xff", "\ufffd"),
+        (b"[" * 100_000, "[" * events.SHOWN),
+    ],
+    ids=repr,
+)
+def test_an_errors_words_are_found_in_all_its_forms(body: bytes, said: str) -> None:
+    assert words_of(body) == said
+
+
+@given(st.binary(max_size=200))
+def test_whatever_comes_nothing_is_raised(data: bytes) -> None:
+    words_of(data)
+    failure_in(data + b'"error"')
+    failure_in(b'data: {"error": ' + data)
+
+
+def test_an_error_is_read_by_clients_of_both_apis() -> None:
+    tried = [Tried("http://p:1", "http://d:1", "decode http://d:1", "no units")]
+    answer = error(502, exhausted(tried), tried)
+    assert answer["error"]["message"].startswith("tried once, last with http://p:1 and http://d:1")
+    assert answer["error"]["type"] == "server_error" and answer["error"]["code"] == 502
+    assert answer["error"]["attempts"][0]["cause"] == "no units"
+    lines = error_event(504, "late").split(b"\n\n")
+    assert json.loads(lines[0][6:])["error"]["type"] == "timeout_error" and lines[1:] == [b"data: [DONE]", b""]
+    assert "attempts" not in error(400, "x")["error"]
+    assert error(520, "said by a proxy")["error"]["code"] == 520
