@@ -12,7 +12,6 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -27,11 +26,13 @@ from sglang_hetero.layout.manifest import Side
 from .ask import Asker, in_words, read_at_most
 from .exchange import CONNECT_SECONDS, back, connector, onward
 from .fleet import Fleet, Server
-from .health import Limits
 from .metrics import Metrics
-from .pairing import Fit, Pairing, Unknown
+from .options import Options
+from .pairing import Fit, Pairing
 from .policy import Policy
-from .proxy import Proxy, Settings, refuse
+from .proxy import Proxy, refuse
+
+__all__ = ["Options", "make", "runner_of", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,20 +45,6 @@ MODEL_INFO_ROUTES = ("/model_info", "/get_model_info")
 SERVER_INFO_ROUTES = ("/server_info", "/get_server_info")
 NO_FIGURES = {"last_gen_throughput": 0.0, "avg_spec_accept_length": None}
 """What the mini load balancer gives where decode has no internal states; SGLang's benchmarks read it."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a router is to work. key: shown to servers for the router's own questions, and asked for on /hetero/pairs.
-    probe_seconds: for an answer to /health. max_payload: bytes of a request."""
-
-    settings: Settings
-    limits: Limits
-    unknown: Unknown = Unknown.LIKE
-    key: str | None = None
-    health_path: str = "/health"
-    probe_seconds: float = 25.0
-    max_payload: int = 512 << 20
 
 
 def make(members: Members, policy: Policy, options: Options) -> web.Application:
@@ -184,18 +171,21 @@ class _Router:
         return await self._first(request, self._fleet.of(Side.PREFILL))
 
     async def models(self, request: web.Request) -> web.Response:
-        """What prefill servers say, one of each model."""
+        """What prefill servers say, one of each model, and each one of which no model is known."""
         by_model: dict[str, list[Server]] = {}
         for server in self._fleet.of(Side.PREFILL):
-            by_model.setdefault(server.instance.model, []).append(server)
+            # One of which no model is known may have any: it is asked for itself.
+            by_model.setdefault(server.instance.model or server.instance.url, []).append(server)
         answers = await asyncio.gather(*(self._first(request, servers) for servers in by_model.values()))
         good = [one for one in answers if one.status == HTTPStatus.OK]
-        if len(answers) == 1 or not good:
-            return answers[0] if answers else await self._first(request, [])
+        if not good:  # why not, of all of them
+            return await self._first(request, self._fleet.of(Side.PREFILL))
+        if len(answers) == 1:
+            return good[0]
         try:
             lists = [json.loads(one.body)["data"] for one in good]  # type: ignore[arg-type]
             by_name = {entry["id"]: entry for entries in lists for entry in entries}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return refuse(HTTPStatus.BAD_GATEWAY, f"a server's answer to {request.path} is no list of models")
         return web.json_response({"object": "list", "data": list(by_name.values())})
 
@@ -220,16 +210,15 @@ class _Router:
                     if status == HTTPStatus.NOT_FOUND:
                         continue
                     return json.loads(data) if status == HTTPStatus.OK else {"error": f"HTTP {status}"}
-                except (HeteroError, ValueError) as error:
+                except (HeteroError, ValueError, RecursionError) as error:
                     return {"error": str(error)}
             return {"error": "it has no such route"}
 
         prefill, decode = self._fleet.of(Side.PREFILL), self._fleet.of(Side.DECODE)
         infos = await asyncio.gather(*(one(server) for server in (*prefill, *decode)))
         decode_infos = infos[len(prefill) :]
-        states = [
-            state for info in decode_infos if isinstance(info, dict) for state in info.get("internal_states") or ()
-        ]
+        said = [info.get("internal_states") for info in decode_infos if isinstance(info, dict)]
+        states = [state for one in said if isinstance(one, list) for state in one]
         return web.json_response(
             {
                 "internal_states": states or [NO_FIGURES],
@@ -264,6 +253,7 @@ class _Router:
         """Who there is, how they are, who fits whom and why not."""
         if not _allowed(request, self._options.key):
             return refuse(HTTPStatus.UNAUTHORIZED, "this route wants the router's --api-key")
+        shown = self._fleet.verdicts()
         return web.json_response(
             {
                 "ready": self._fleet.ready(),
@@ -277,8 +267,9 @@ class _Router:
                         "usable": verdict.fit is Fit.YES and None not in (prefill.health.tier, decode.health.tier),
                         "reason": verdict.reason,
                     }
-                    for prefill, decode, verdict in self._fleet.verdicts()
+                    for prefill, decode, verdict in shown
                 ],
+                "pairs_left_out": self._fleet.pair_count() - len(shown),
             },
             dumps=lambda value: json.dumps(value, indent=1),
         )
@@ -308,7 +299,8 @@ def _shown(server: Server) -> dict[str, Any]:
 
 
 def _allowed(request: web.Request, key: str | None) -> bool:
-    shown = request.headers.get("Authorization", "").encode()
+    # aiohttp has bytes that are no UTF-8 as surrogates.
+    shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
     return key is None or hmac.compare_digest(shown, f"Bearer {key}".encode())
 
 

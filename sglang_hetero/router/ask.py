@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import aiohttp
@@ -18,13 +19,20 @@ MAX_WORDS = 4096
 """Bytes of an answer that is only looked at for its cause."""
 
 
+class NoAnswer(RouterError):
+    """A server did not answer, or not in time: which says nothing of what it is."""
+
+
 def bearer(key: str | None) -> dict[str, str]:
     """The header that shows an API key; nothing without one."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class Asker:
-    """Asks servers, with the router's own API key and a limit of `seconds` for each question."""
+    """Asks servers, with a limit of `seconds` for each question; for /hetero/instance with the router's API key.
+
+    Whoever registers as a server is asked, so /health, which SGLang answers without a key, does not get it.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, key: str | None, seconds: float, health_path: str = "/health"
@@ -34,35 +42,41 @@ class Asker:
 
     async def healthy(self, instance: Instance) -> None:
         """Return if its /health says 200. Raises RouterError with what it says else."""
-        status, data = await self._get(instance, self._health_path, MAX_WORDS)
+        status, data = await self._get(instance, self._health_path, MAX_WORDS, {})
         if status != HTTPStatus.OK:
             raise RouterError(f"{self._health_path} says HTTP {status}: {words_of(data) or 'nothing more'}")
 
     async def describe(self, instance: Instance) -> Known:
         """What it says of itself. Raises RouterError or RecordError, with the remedy."""
-        status, data = await self._get(instance, INSTANCE_PATH, MAX_DESCRIPTION_BYTES)
+        status, data = await self._get(instance, INSTANCE_PATH, MAX_DESCRIPTION_BYTES, self._headers)
         if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
             return stock(instance)
         if status == HTTPStatus.UNAUTHORIZED:
             raise RouterError(f"{INSTANCE_PATH} wants the server's API key: start the router with --api-key")
         if status != HTTPStatus.OK:
             raise RouterError(f"{INSTANCE_PATH} says HTTP {status}: {words_of(data)}")
-        # Manifests of many ranks take a while to be read and checked.
-        return await asyncio.to_thread(lambda: described(instance, decode_description(data)))
 
-    async def _get(self, instance: Instance, path: str, most: int) -> tuple[int, bytes]:
+        def read() -> Known:
+            known = described(instance, decode_description(data))
+            _ = known.layout  # is kept, and not made in the event loop then
+            return known
+
+        # Manifests of many ranks take a while to be read and checked.
+        return await asyncio.to_thread(read)
+
+    async def _get(self, instance: Instance, path: str, most: int, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and body, of which more than `most` bytes are refused."""
         try:
             async with (
                 asyncio.timeout(self._seconds),
-                self._session.get(instance.url + path, headers=self._headers, allow_redirects=False) as response,
+                self._session.get(instance.url + path, headers=headers, allow_redirects=False) as response,
             ):
                 data = await read_at_most(response, most)
                 return response.status, data
         except TimeoutError:
-            raise RouterError(f"no answer to {path} within {self._seconds:g} s") from None
+            raise NoAnswer(f"no answer to {path} within {self._seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise RouterError(f"no answer to {path}: {in_words(error)}") from None
+            raise NoAnswer(f"no answer to {path}: {in_words(error)}") from None
 
 
 async def read_at_most(response: aiohttp.ClientResponse, most: int) -> bytes:

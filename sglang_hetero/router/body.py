@@ -26,15 +26,26 @@ MAX_SAMPLES = 1 << 16
 """Rooms kept free above a drawn one: SGLang numbers on from one room for several prompts or samples."""
 
 
+TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+"""Texts that SGLang takes for true: pydantic does, which reads its requests."""
+
+
+def truth(value: Any) -> bool:
+    """What a flag of a request says, as SGLang reads it. What is no flag there is refused there; here it is false."""
+    if isinstance(value, str):
+        return value.lower() in TRUE
+    return isinstance(value, int | float) and value == 1
+
+
 def is_stream(body: Body) -> bool:
     """Whether the answer is to be sent as it comes."""
-    return bool(body.get("stream", False))
+    return truth(body.get("stream", False))
 
 
 def wants_logprobs(body: Body) -> bool:
     """Whether prefill's log-probabilities of the prompt belong into decode's answer."""
     wanted = body.get("return_logprob", False)
-    return any(wanted) if isinstance(wanted, list) else bool(wanted)
+    return any(map(truth, wanted)) if isinstance(wanted, list) else truth(wanted)
 
 
 def batch_size(body: Body) -> int | None:
@@ -58,6 +69,11 @@ def _counted(given: Any, name: str) -> int:
     if not isinstance(given, list) or not given:
         raise RouterError(f"{name} must be a text or a list that is not empty, of texts or of token ids")
     return len(given)
+
+
+def answers(body: Body) -> int:
+    """How many answers a body of /generate has, each of which a stream numbers."""
+    return (batch_size(body) or 1) * max(1, _samples(body))
 
 
 def _samples(body: Body) -> int:
@@ -181,6 +197,11 @@ def merge_logprobs(prefill: Any, decode: Any) -> Any:
         return decode
     rest = ours.get("input_token_logprobs")
     return decode | {"meta_info": ours | {"input_token_logprobs": first + (rest if isinstance(rest, list) else [])}}
+
+
+def has_meta(answer: Any) -> bool:
+    """Whether an answer is one to a prompt, and no failure of the whole."""
+    return _meta(answer) is not None
 
 
 def _meta(answer: Any) -> dict[str, Any] | None:

@@ -6,15 +6,13 @@ import argparse
 import asyncio
 import os
 import signal
-from typing import TYPE_CHECKING
 
 from sglang_hetero.errors import RouterError
 
 from . import source
 from .flags import KEY, LEVELS, count, log_to_stderr, positive, seconds
-
-if TYPE_CHECKING:
-    from .app import Options
+from .health import Limits
+from .options import Options, Settings, Unknown
 
 POLICIES = "random, round_robin, least_tokens"
 EXAMPLES = """examples:
@@ -46,15 +44,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     routing.add_argument(
         "--allow-unknown",
-        choices=["like", "any", "never"],
-        default="like",
+        choices=[str(one) for one in Unknown],
+        default=Options.unknown.value,
         help="what servers whose cache layout is not known are paired with: their like, any, or none "
         "(default: %(default)s)",
     )
     routing.add_argument(
         "--retry-max-retries",
         type=count,
-        default=5,
+        default=Settings.retries,
         metavar="N",
         help="further attempts before the first token has gone to the client (default: %(default)s)",
     )
@@ -63,14 +61,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     limits.add_argument(
         "--request-timeout-secs",
         type=seconds,
-        default=1800.0,
+        default=Settings.seconds,
         metavar="S",
         help="for a request with all its attempts (default: %(default)g)",
     )
     limits.add_argument(
         "--stream-idle-timeout-secs",
         type=seconds,
-        default=300.0,
+        default=Settings.idle,
         metavar="S",
         help="between two pieces of a stream (default: %(default)g)",
     )
@@ -82,34 +80,45 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="for requests under way after SIGTERM; a second one ends them at once (default: %(default)g)",
     )
     limits.add_argument(
-        "--max-payload-size", type=positive, default=512 << 20, metavar="BYTES", help="of a request (default: 512 MiB)"
+        "--max-payload-size",
+        type=positive,
+        default=Options.max_payload,
+        metavar="BYTES",
+        help=f"of a request (default: {Options.max_payload >> 20} MiB)",
     )
     health = parser.add_argument_group("health of servers")
     health.add_argument(
-        "--health-check-interval-secs", type=seconds, default=10.0, metavar="S", help="default: %(default)g"
+        "--health-check-interval-secs", type=seconds, default=Limits.interval, metavar="S", help="default: %(default)g"
     )
     health.add_argument(
-        "--health-check-timeout-secs", type=seconds, default=25.0, metavar="S", help="default: %(default)g"
+        "--health-check-timeout-secs",
+        type=seconds,
+        default=Options.probe_seconds,
+        metavar="S",
+        help="default: %(default)g",
     )
-    health.add_argument("--health-check-endpoint", default="/health", metavar="PATH", help="default: %(default)s")
+    health.add_argument(
+        "--health-check-endpoint", default=Options.health_path, metavar="PATH", help="default: %(default)s"
+    )
     health.add_argument(
         "--health-failure-threshold",
         type=positive,
-        default=3,
+        default=Limits.failures,
         metavar="N",
         help="in a row, until a server gets no requests (default: %(default)s)",
     )
     health.add_argument(
         "--health-success-threshold",
         type=positive,
-        default=2,
+        default=Limits.successes,
         metavar="N",
         help="in a row, until it gets requests again (default: %(default)s)",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="the servers', for the router's own questions; clients send their own key, which is passed on "
+        help="the servers', for GET /hetero/instance, with which all on the list see it; clients send their own key, "
+        "which is passed on "
         f"(default: ${KEY})",
     )
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="default: %(default)s")
@@ -153,11 +162,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def options(arguments: argparse.Namespace) -> Options:
     """What the flags say."""
-    from .app import Options
-    from .health import Limits
-    from .pairing import Unknown
-    from .proxy import Settings
-
     return Options(
         settings=Settings(
             seconds=arguments.request_timeout_secs,

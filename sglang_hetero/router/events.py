@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -11,10 +12,14 @@ import msgspec
 
 DONE = b"[DONE]"
 END = b"\n\n"
+_ENDS = re.compile(rb"\n\r?\n")
+"""How an event may end: a proxy before a server may write line ends of its own."""
 MAX_EVENT = 64 << 20
 """Bytes of one event: the log-probabilities of a long prompt are a few MB."""
 SHOWN = 500
 """Characters of a server's own words in an error of ours."""
+_NAMES = ("error", "message", "detail")
+"""Where an error has its words."""
 TELLTALES = (b'"abort"', b'"error"')
 """One of these is in every event that says that a request has failed. Text that a model writes cannot have them: its
 quotation marks are escaped."""
@@ -32,13 +37,13 @@ class Splitter:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are complete now, each with the empty line that ends it. Raises EventTooLong."""
-        searched = max(0, len(self._rest) - len(END) + 1)
+        searched = max(0, len(self._rest) - len(b"\n\r"))
         self._rest += data
         found: list[bytes] = []
         start = 0
-        while (end := self._rest.find(END, max(searched, start))) >= 0:
-            found.append(bytes(self._rest[start : end + len(END)]))
-            start = end + len(END)
+        for end in _ENDS.finditer(self._rest, searched):
+            found.append(bytes(memoryview(self._rest)[start : end.end()]))
+            start = end.end()
         del self._rest[:start]
         if len(self._rest) > MAX_EVENT:
             raise EventTooLong(f"an event of more than {MAX_EVENT} bytes")
@@ -86,7 +91,7 @@ def failure_in(event: bytes) -> Failure | None:
         return None
     try:
         return failure_of(msgspec.json.decode(data))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -117,11 +122,14 @@ def _status(error: Any, default: int) -> int:
 
 def words(answer: Any) -> str:
     """What an error says, in whichever form SGLang gives it."""
-    if isinstance(answer, Mapping):
-        for name in ("error", "message", "detail"):
-            if name in answer:
-                return words(answer[name])
-    return answer if isinstance(answer, str) else msgspec.json.encode(answer).decode(errors="replace")
+    while isinstance(answer, Mapping) and (name := next((one for one in _NAMES if one in answer), None)):
+        answer = answer[name]
+    if isinstance(answer, str):
+        return answer
+    try:
+        return msgspec.json.encode(answer).decode(errors="replace")
+    except RecursionError:
+        return "an error that is nested too deeply to be shown"
 
 
 def words_of(body: bytes) -> str:

@@ -19,6 +19,8 @@ from .ask import in_words, read_at_most
 from .body import Body
 from .events import (
     DONE,
+    END,
+    MAX_EVENT,
     TELLTALES,
     EventTooLong,
     Failure,
@@ -37,13 +39,18 @@ MAX_REFUSAL = 1 << 20
 """Bytes of an answer that is no success."""
 MAX_ANSWER = 1 << 30
 """Bytes of an answer that is not streamed: log-probabilities of a long batch."""
+NOTICED_SECONDS = 25
+"""A host that has gone without a word is noticed in so long."""
 KEEPALIVE = (
+    # While data are under way the kernel sends no keep-alives, and would go on sending the data for a quarter of an
+    # hour.
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_USER_TIMEOUT", 18), NOTICED_SECONDS * 1000),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 4), 10),
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", 4), NOTICED_SECONDS - 3 * 5),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPINTVL", 5), 5),
     (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPCNT", 6), 3),
 )
-"""A host that has gone without a word is noticed in 25 s, while a request waits for its first token."""
+"""Options of a connection: with data under way, and while a request waits for its first token."""
 HOP_BY_HOP = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
@@ -51,8 +58,8 @@ HOP_BY_HOP = frozenset(
     }
 )
 """Headers that are for one connection only (RFC 9110, 7.6.1)."""
-OURS = frozenset({"host", "content-length", "content-type", "accept-encoding", "expect"})
-"""Headers of a request that the router makes itself."""
+OURS = frozenset({"host", "content-length", "content-type", "content-encoding", "accept-encoding", "expect"})
+"""Headers of a request that the router makes itself. A body that was compressed is passed on unpacked."""
 THEIRS = frozenset({"content-length", "date", "server"})
 """Headers of an answer that it makes itself."""
 
@@ -75,6 +82,39 @@ class Passed:
     status: int
     headers: CIMultiDict[str]
     body: bytes
+
+
+class Prompts:
+    """What prefill's stream says of each prompt of a request: the first event of each has its log-probabilities.
+
+    wanted: whether it is kept at all. most: how many answers the request has.
+    """
+
+    def __init__(self, *, wanted: bool, most: int) -> None:
+        self.wanted, self._most = wanted, most
+        self._first: dict[int, Any] = {}
+        self._more = asyncio.Event()
+
+    def add(self, answer: Any) -> None:
+        """An event's JSON."""
+        index = index_of(answer)
+        if index not in self._first and len(self._first) < self._most:
+            self._first[index] = answer
+            self._more.set()
+
+    async def of(self, answer: Any) -> Any:
+        """The first event of the prompt that `answer`, an event of decode's, is about. Waits until it is there."""
+        index = index_of(answer)
+        while index not in self._first:
+            self._more.clear()
+            await self._more.wait()
+        return self._first[index]
+
+
+def index_of(answer: Any) -> int:
+    """Which answer of a batch an event belongs to; SGLang numbers them from 0, and single ones not at all."""
+    index = answer.get("index") if isinstance(answer, dict) else None
+    return index if isinstance(index, int) else 0
 
 
 def connector() -> aiohttp.TCPConnector:
@@ -102,7 +142,8 @@ def back(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def _without(headers: Mapping[str, str], more: frozenset[str]) -> CIMultiDict[str]:
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    given = [value for name, value in headers.items() if name.lower() == "connection"]
+    named = {name.strip().lower() for value in given for name in value.split(",")}
     drop = HOP_BY_HOP | more | named
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in drop)
 
@@ -158,39 +199,32 @@ class Exchange:
                 raise Broken(self.server, REFUSED, failure)
         return data
 
-    async def pieces(self, *, whole: bool = False) -> AsyncGenerator[bytes, None]:
-        """What a streamed answer says, as it comes; only the first piece is held back until it has a whole event.
+    async def pieces(self) -> AsyncGenerator[list[bytes], None]:
+        """Events of a streamed answer, each whole: those that have come since the last ones.
 
-        whole: give it event by event instead. Raises Broken when the connection breaks, for a stream without an event,
-        and for a failure in the first one that another server may not have.
+        Raises Broken when the connection breaks, for a stream without an event, and for a failure in the first one that
+        another server may not have. What has come of an event that the break cut in two is dropped.
         """
         response = await self.open()
-        splitter, begun, held = Splitter(), False, bytearray()
+        splitter, begun = Splitter(), False
         events: list[bytes] = []
         try:
             async for data in response.content.iter_any():
-                if begun and not whole:
-                    yield data
-                    continue
                 events += splitter.feed(data)
-                if not begun:
-                    held += data
-                    begun = any(self._tells(event) for event in events)
-                    if begun and not whole:
-                        yield bytes(held)
-                        held.clear()
-                if begun and whole:
-                    for event in events:
-                        yield event
-                    events.clear()
+                begun = begun or any(self._tells(event) for event in events)
+                if begun and events:
+                    yield events
+                    events = []
+                elif sum(map(len, events)) > MAX_EVENT:
+                    raise EventTooLong(f"more than {MAX_EVENT} bytes before the first event")
         except (aiohttp.ClientError, OSError, EventTooLong) as error:
             raise self._lost(error) from None
         if not begun:
             raise Broken(
                 self.server, REFUSED, refusal(HTTPStatus.BAD_GATEWAY, "its stream ended before the first event")
             )
-        if whole and splitter.rest.strip():
-            yield splitter.rest
+        if rest := splitter.rest.strip():
+            yield [rest + END]
 
     def _tells(self, event: bytes) -> bool:
         """Whether an event says something of the request: a comment does not. Raises Broken for a failure."""
@@ -201,18 +235,17 @@ class Exchange:
             raise Broken(self.server, REFUSED, failure)
         return True
 
-    async def watch(self, first: asyncio.Future[Any]) -> None:
-        """Read a streamed answer to its end for nothing but failures; prefill's. Raises Broken.
-
-        first: gets the first event's JSON.
-        """
-        async for event in self.pieces(whole=True):
-            failure = failure_in(event)
-            if failure is not None:
-                raise Broken(self.server, REFUSED, failure)
-            data = payload(event)
-            if not first.done() and data is not None and data != DONE:
-                first.set_result(self.json(data))
+    async def watch(self, prompts: Prompts) -> None:
+        """Read a streamed answer to its end for nothing but failures, and what it says of the prompts; prefill's.
+        Raises Broken."""
+        async for events in self.pieces():
+            for event in events:
+                failure = failure_in(event)
+                if failure is not None:
+                    raise Broken(self.server, REFUSED, failure)
+                data = payload(event)
+                if prompts.wanted and data is not None and data != DONE:
+                    prompts.add(self.json(data))
 
     def json(self, data: bytes) -> Any:
         """What JSON an answer is. Raises Broken if it is none."""

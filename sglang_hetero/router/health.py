@@ -110,6 +110,12 @@ class Health:
         self._failed += 1
         self._suspect(cause)
 
+    def request_excused(self) -> None:
+        """A request that failed here, because the server said so, was itself the cause."""
+        self._failed = max(0, self._failed - 1)
+        if self.state is State.SUSPECT and not self._failed and not self._lost:
+            self._heal()
+
     def _suspect(self, cause: str) -> None:
         now = self._clock()
         if self.state in (State.HEALTHY, State.SUSPECT) or self._fresh:

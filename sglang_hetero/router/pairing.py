@@ -18,6 +18,10 @@ from sglang_hetero.errors import HeteroError, RecordError
 from sglang_hetero.layout.manifest import Manifest, digest
 from sglang_hetero.reshard import plan
 
+from .options import Unknown
+
+__all__ = ["Fit", "Known", "Pairing", "Unknown", "Verdict", "described", "stock"]
+
 MAX_REMEMBERED = 4096
 """Pairs of layouts whose verdict is kept. A fleet has a handful; restarted servers have the same ones."""
 
@@ -29,18 +33,6 @@ class Fit(StrEnum):
     NO = "no"
     PENDING = "pending"
     """One of the two has not told yet what its caches are. It gets no requests together with this one."""
-
-
-class Unknown(StrEnum):
-    """What to do with a server whose layout is not known, because it has no `GET /hetero/instance` (stock SGLang) or
-    takes SGLang's own path only (SGLANG_HETERO=off, or settings that ours does not serve)."""
-
-    LIKE = "like"
-    """Pair it with others of which nothing is known either: then SGLang itself decides, as it does without us."""
-    ANY = "any"
-    """Pair it with every server. SGLang refuses some wrong pairs and serves others wrong (docs/support.md)."""
-    NEVER = "never"
-    """It gets no requests."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +119,18 @@ class Verdict:
     fit: Fit
     reason: str
 
+    def between(self, prefill: Known, decode: Known) -> Verdict:
+        """The same for these two, by name."""
+        return Verdict(self.fit, f"{prefill.instance.label} and {decode.instance.label}: {self.reason}")
+
+
+def pending(prefill: Known, decode: Known) -> Verdict | None:
+    """Why there is no verdict; None if both have told what their caches are."""
+    for one in (prefill, decode):
+        if not one.told:
+            return Verdict(Fit.PENDING, f"{one.instance.label} has not told what its caches are: {one.why}")
+    return None
+
 
 class Pairing:
     """Says who fits whom. Verdicts are remembered by the two layouts, since a plan of a deep model takes a while.
@@ -140,19 +144,18 @@ class Pairing:
 
     def judge(self, prefill: Known, decode: Known) -> Verdict:
         """Whether a request may be given to these two. Raises nothing."""
-        for one in (prefill, decode):
-            if not one.told:
-                return Verdict(Fit.PENDING, f"{one.instance.label} has not told what its caches are: {one.why}")
+        return pending(prefill, decode) or self.by_layout(prefill, decode).between(prefill, decode)
+
+    def by_layout(self, prefill: Known, decode: Known) -> Verdict:
+        """The same of two that have told, with a reason that holds for all pairs of their layouts."""
         key = (prefill.layout, decode.layout)
         if key not in self._verdicts:
             if len(self._verdicts) >= MAX_REMEMBERED:
                 self._verdicts.clear()
             self._verdicts[key] = self._judge(prefill, decode)
-        verdict = self._verdicts[key]
-        return Verdict(verdict.fit, f"{prefill.instance.label} and {decode.instance.label}: {verdict.reason}")
+        return self._verdicts[key]
 
     def _judge(self, prefill: Known, decode: Known) -> Verdict:
-        """The verdict, with a reason that holds for all pairs of these layouts."""
         if difference := _different(prefill, decode):
             return Verdict(Fit.NO, difference)
         if prefill.ranks and decode.ranks:

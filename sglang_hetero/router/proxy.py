@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -26,8 +25,9 @@ from sglang_hetero.errors import HeteroError, RouterError
 
 from . import body as bodies
 from .answers import Tried, error, error_event, exhausted
-from .events import DONE, END, failure_in, payload, refusal
-from .exchange import Broken, Exchange, Passed, encode, onward
+from .events import DONE, END, Failure, failure_in, payload, refusal
+from .exchange import Broken, Exchange, Passed, Prompts, encode, onward
+from .fits import Avoid, Key
 from .fleet import (
     CHARGE_DECODE,
     CHARGE_MOST,
@@ -36,14 +36,13 @@ from .fleet import (
     ENDED,
     LOST,
     REFUSED,
-    Avoid,
     Fleet,
-    Key,
     Lease,
     NoPair,
     Server,
 )
 from .metrics import CLIENT_LEFT, Metrics
+from .options import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +54,9 @@ RETRY_AFTER = "1"
 """Seconds, of an answer that says that there is no server now."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """seconds: for a request from its arrival to its end. retries: attempts beyond the first. pause: seconds before the
-    first retry, half as long again before each further one. idle: most seconds between two pieces of a stream. grace:
-    seconds that the other server has to say the true cause when one says that a request failed; if its process is gone,
-    its connection says so at once."""
-
-    seconds: float = 1800.0
-    retries: int = 5
-    pause: float = 0.05
-    max_pause: float = 5.0
-    idle: float = 300.0
-    grace: float = 1.0
+def limit(seconds: float) -> asyncio.Timeout:
+    """What ends a request after so long. In one place, so that tests need not wait for it."""
+    return asyncio.timeout(seconds)
 
 
 class Gone(Exception):
@@ -108,7 +97,9 @@ class Proxy:
 
     async def _handle(self, request: web.Request, arrived: float) -> web.StreamResponse:
         try:
-            body = msgspec.json.decode(await request.read())
+            async with limit(self.settings.seconds):
+                data = await request.read()
+            body = msgspec.json.decode(data)
             if not isinstance(body, dict):
                 raise RouterError(f"the body must be a JSON object, not {type(body).__name__}")
             bodies.batch_size(body)
@@ -117,6 +108,9 @@ class Proxy:
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 "the body is longer than the router takes; start it with a larger --max-payload-size",
             )
+        except TimeoutError:
+            text = f"the request had not come within {self.settings.seconds:g} s"
+            return refuse(HTTPStatus.REQUEST_TIMEOUT, f"{text}; --request-timeout-secs is its limit")
         except (msgspec.DecodeError, RecursionError, HeteroError) as bad:
             return refuse(HTTPStatus.BAD_REQUEST, f"not a request: {bad}")
         return await _Request(self, request, body, arrived).run()
@@ -157,6 +151,8 @@ class _Request:
         self._name = f"{proxy.draw(1 << 32):08x}"
         self._tried: list[Tried] = []
         self._avoid: Avoid = {}
+        self._refused: list[tuple[Server, Failure, list[Server]]] = []
+        """Who has refused this request how, and who is blamed for it."""
         self._now: Lease | None = None
         self._out: web.StreamResponse | None = None
         """The answer, once a piece of it has gone to the client."""
@@ -164,7 +160,7 @@ class _Request:
     async def run(self) -> web.StreamResponse:
         """Try until it succeeds, or cannot be tried any more."""
         try:
-            async with asyncio.timeout(self._settings.seconds):
+            async with limit(self._settings.seconds - (time.monotonic() - self._arrived)):
                 return await self._attempts()
         except TimeoutError:
             return await self._too_late()
@@ -245,7 +241,7 @@ class _Request:
     async def _with_logprobs(self, lease: Lease, prefill: Exchange, before: asyncio.Task[bytes], answer: Any) -> bytes:
         """Decode's answer with prefill's log-probabilities of the prompt. Raises Broken."""
         done, _ = await asyncio.wait({before}, timeout=PREFILL_SECONDS)
-        if (failed := _broken(before) if done else self._silent(lease.prefill)) is not None:
+        if (failed := _broken(before) if done else silent(lease.prefill)) is not None:
             self._charge(lease, failed)
             raise failed
         return msgspec.json.encode(bodies.merge_logprobs(prefill.json(before.result()), answer))
@@ -253,30 +249,26 @@ class _Request:
     # Streamed
 
     async def _streamed(self, lease: Lease, prefill: Exchange, decode: Exchange) -> web.StreamResponse:
-        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        before = asyncio.create_task(prefill.watch(told))
+        prompts = Prompts(wanted=self._logprobs, most=bodies.answers(self._body))
+        before = asyncio.create_task(prefill.watch(prompts))
         handed_over = False
-        async with aclosing(decode.pieces(whole=self._logprobs)) as pieces:
+        async with aclosing(decode.pieces()) as pieces:
             first = asyncio.create_task(_next(pieces))
             try:
-                piece = await self._both(lease, before, first)
-                merge = await self._first_logprobs(lease, before, told) if self._logprobs else None
+                events = await self._both(lease, before, first)
+                merge = _Merge(lease.prefill, before, prompts)
+                try:
+                    head, rest = merge.head(events)
+                    piece = await merge.all(head)
+                except Broken as broken:
+                    self._charge(lease, broken)
+                    raise
                 out = self._out = await self._begin(decode.headers)
-                await self._pass_on(out, lease, pieces, piece, merge)
+                await self._pass_on(out, lease, pieces, piece, events=rest, merge=merge)
                 handed_over = True
                 return out
             finally:
                 await self._leave(lease, prefill, before, first, handed_over=handed_over)
-                told.cancel()
-
-    async def _first_logprobs(self, lease: Lease, before: asyncio.Task[None], told: asyncio.Future[Any]) -> Any:
-        """Prefill's first event, which has the log-probabilities of the prompt. Raises Broken."""
-        await asyncio.wait({before, told}, timeout=PREFILL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        if told.done():
-            return told.result()
-        failed = _broken(before) or self._silent(lease.prefill)
-        self._charge(lease, failed)
-        raise failed
 
     async def _begin(self, headers: CIMultiDict[str]) -> web.StreamResponse:
         """From here on the client has an answer, and nothing is tried again."""
@@ -291,35 +283,46 @@ class _Request:
         return out
 
     async def _pass_on(
-        self, out: web.StreamResponse, lease: Lease, pieces: AsyncIterator[bytes], piece: bytes, merge: Any
+        self,
+        out: web.StreamResponse,
+        lease: Lease,
+        pieces: AsyncIterator[list[bytes]],
+        piece: bytes,
+        *,
+        events: list[bytes],
+        merge: _Merge,
     ) -> None:
-        """The rest of the stream, piece by piece. A failure is told in the stream, which it ends."""
-        await _write(out, _merged(piece, merge))
+        """The first piece, the events that came with it, and the rest of the stream. A failure is told in the stream,
+        which it ends."""
+        await _write(out, piece)
         self._metrics.first_token.labels(self._path).observe(time.monotonic() - self._arrived)
-        cause, kind = "", ENDED
+        cause, kind, server, told = "", ENDED, lease.decode, False
         try:
             while True:
+                while events:
+                    head, events = merge.head(events)
+                    await _write(out, await merge.all(head))
+                    for event in head:
+                        if (failure := failure_in(event)) is not None and failure.blame:
+                            cause, kind, told = failure.cause, REFUSED, True  # the stream says it itself, and ends
                 try:
                     async with asyncio.timeout(self._settings.idle):
-                        piece = await anext(pieces)
+                        events = await anext(pieces)
                 except StopAsyncIteration:
                     break
-                await _write(out, _merged(piece, merge))
-                for event in piece.split(END):
-                    if (failure := failure_in(event)) is not None and failure.blame:
-                        cause, kind = failure.cause, REFUSED  # the stream says it itself, and ends
         except Broken as broken:
-            cause = broken.failure.cause
+            cause, server = broken.failure.cause, broken.server
+            kind = ENDED if broken.kind == LOST else REFUSED
         except TimeoutError:
             cause = f"nothing came for {self._settings.idle:g} s"
         if not cause:
             self._fleet.succeeded(lease.decode)
         else:
             self._metrics.broken.labels(self._path).inc()
-            self._fleet.failed(lease.decode, f"a stream broke off: {cause}", kind)
-            logger.warning("request %s broke off: %s: %s", self._name, lease.decode.label, cause)
-        if cause and kind == ENDED:
-            text = f"{lease.decode.label} broke off after the first token: {cause}; send the request again"
+            self._fleet.failed(server, f"a stream broke off: {cause}", kind)
+            logger.warning("request %s broke off: %s: %s", self._name, server.label, cause)
+        if cause and not told:
+            text = f"{server.label} broke off after the first token: {cause}; send the request again"
             await _write(out, error_event(HTTPStatus.BAD_GATEWAY, text))
         await _end(out)
 
@@ -350,19 +353,36 @@ class _Request:
         """Write down who failed; a retry goes elsewhere where it can."""
         prefill, decode = lease.prefill, lease.decode
         server, failure = broken.server, broken.failure
-        self._fleet.failed(server, failure.cause, broken.kind, blame=failure.blame)
-        if not failure.retry:
-            return
-        self._against((prefill.key, decode.key), CHARGE_PAIR)
-        if broken.kind == LOST or failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            self._against(server.key, CHARGE_MOST)
-            return
-        # It says that a hand-over failed. That may be the other's fault; more often it is prefill's, whose part it was.
-        self._against(prefill.key, CHARGE_PREFILL)
-        self._against(decode.key, CHARGE_DECODE)
-        if failure.blame:
-            other = decode if server is prefill else prefill
-            self._fleet.failed(other, f"a request failed at {server.label}: {failure.cause}", REFUSED)
+        blame = failure.blame and not (broken.kind == REFUSED and self._excused(lease, server, failure))
+        self._fleet.failed(server, failure.cause, broken.kind, blame=blame)
+        blamed = [server] if blame else []
+        if failure.retry:
+            self._against((prefill.key, decode.key), CHARGE_PAIR)
+            if broken.kind == LOST or failure.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                self._against(server.key, CHARGE_MOST)
+            else:
+                # It says that a hand-over failed. That may be the other's fault; more often it is prefill's, whose part
+                # it was.
+                self._against(prefill.key, CHARGE_PREFILL)
+                self._against(decode.key, CHARGE_DECODE)
+                if blame:
+                    other = decode if server is prefill else prefill
+                    self._fleet.failed(other, f"a request failed at {server.label}: {failure.cause}", REFUSED)
+                    blamed.append(other)
+        if broken.kind == REFUSED:
+            self._refused.append((server, failure, blamed))
+
+    def _excused(self, lease: Lease, server: Server, failure: Failure) -> bool:
+        """Whether this request has been refused in the same words before: then it is the request's own fault, and not
+        that of those who had it. A server that had it both times may still be to blame, once."""
+        same = [one for one in self._refused if one[1] == failure and one[0].instance.role is server.instance.role]
+        for first, _, blamed in same:
+            if first is not server:
+                for one in blamed:
+                    if one not in (lease.prefill, lease.decode):
+                        self._fleet.excuse(one)
+                blamed[:] = [one for one in blamed if one in (lease.prefill, lease.decode)]
+        return bool(same)
 
     def _against(self, key: Key | tuple[Key, Key], charge: int) -> None:
         self._avoid[key] = self._avoid.get(key, 0) + charge
@@ -389,10 +409,6 @@ class _Request:
         await asyncio.gather(
             answer, *([before] if before.cancelling() or before.done() else []), return_exceptions=True
         )
-
-    def _silent(self, server: Server) -> Broken:
-        text = f"it did not answer within {PREFILL_SECONDS:g} s although decode has its request"
-        return Broken(server, REFUSED, refusal(HTTPStatus.GATEWAY_TIMEOUT, text))
 
     # Answers of the router's own
 
@@ -459,8 +475,8 @@ def _shown(room: Any) -> str:
     return f"{room[0]} and {len(room) - 1} more" if isinstance(room, list) and len(room) > 1 else str(room)
 
 
-async def _next(pieces: AsyncIterator[bytes]) -> bytes:
-    """The first piece, for a task: what `anext` gives is no coroutine."""
+async def _next(pieces: AsyncIterator[list[bytes]]) -> list[bytes]:
+    """The first events, for a task: what `anext` gives is no coroutine."""
     return await anext(pieces)
 
 
@@ -478,15 +494,53 @@ async def _end(out: web.StreamResponse) -> None:
         raise Gone from None
 
 
-def _merged(piece: bytes, merge: Any) -> bytes:
-    """An event with prefill's log-probabilities before decode's own, if there are any to be merged."""
-    if merge is None:
-        return piece
-    data = payload(piece)
-    if data is None or data == DONE:
-        return piece
-    try:
-        answer = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return piece
-    return b"data: " + msgspec.json.encode(bodies.merge_logprobs(merge, answer)) + END
+class _Merge:
+    """Puts what prefill has said of a prompt into decode's events about it."""
+
+    def __init__(self, prefill: Server, before: asyncio.Task[None], prompts: Prompts) -> None:
+        self._prefill, self._before, self._prompts = prefill, before, prompts
+
+    def head(self, events: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Those that can be sent together, and the others: none waits for what prefill has to say of the next one."""
+        if self._prompts.wanted:
+            for count, event in enumerate(events, 1):
+                if payload(event) is not None:
+                    return events[:count], events[count:]
+        return events, []
+
+    async def all(self, events: list[bytes]) -> bytes:
+        """Events as they are to be sent. Raises Broken if prefill does not say it."""
+        if not self._prompts.wanted:
+            return b"".join(events)
+        return b"".join([await self._one(event) for event in events])
+
+    async def _one(self, event: bytes) -> bytes:
+        data = payload(event)
+        if data is None or data == DONE:
+            return event
+        try:
+            answer = msgspec.json.decode(data)
+        except (msgspec.DecodeError, RecursionError):
+            return event
+        if not bodies.has_meta(answer):
+            return event
+        said = await self._of_prompt(answer)
+        return b"data: " + msgspec.json.encode(bodies.merge_logprobs(said, answer)) + END
+
+    async def _of_prompt(self, answer: Any) -> Any:
+        found = asyncio.ensure_future(self._prompts.of(answer))
+        try:
+            await asyncio.wait({found, self._before}, timeout=PREFILL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not found.done() and _broken(self._before) is None and self._before.done():
+                await asyncio.sleep(0)  # what it said last is there
+            if found.done():
+                return found.result()
+        finally:
+            found.cancel()
+        raise _broken(self._before) or silent(self._prefill)
+
+
+def silent(server: Server) -> Broken:
+    """A prefill that does not answer, or not for each prompt."""
+    text = f"it did not answer within {PREFILL_SECONDS:g} s, or not all, although decode has its request"
+    return Broken(server, REFUSED, refusal(HTTPStatus.GATEWAY_TIMEOUT, text))

@@ -2,6 +2,7 @@
 
 import random
 
+import pydantic
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -73,6 +74,42 @@ def test_several_samples_of_a_batch_get_one_room() -> None:
 def test_the_bootstrap_server_is_at_prefills_host(url: str, host: str) -> None:
     met = meet({"prompt": "a"}, "/v1/completions", Instance(role=Side.PREFILL, url=url))
     assert (met["bootstrap_host"], met["bootstrap_port"]) == (host, None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(True, False, 0, 1, 2, 0.0, 1.0, 0.5, None, [], [True], {}, ""),
+        *(
+            "false",
+            "False",
+            "FALSE",
+            "true",
+            "True",
+            "0",
+            "1",
+            "no",
+            "Yes",
+            "off",
+            "ON",
+            "n",
+            "y",
+            "t",
+            "f",
+            "2",
+        ),
+    ],
+    ids=repr,
+)
+def test_a_flag_says_what_sglang_reads_in_it(value) -> None:
+    try:
+        said = pydantic.TypeAdapter(bool).validate_python(value)
+    except pydantic.ValidationError:
+        said = False  # SGLang refuses it
+    assert bodies.is_stream({"stream": value}) is said
+    if not isinstance(value, list):
+        assert bodies.wants_logprobs({"return_logprob": value}) is said
+        assert bodies.wants_logprobs({"return_logprob": ["false", value]}) is said
 
 
 def test_the_body_that_was_given_is_left_alone() -> None:

@@ -24,6 +24,25 @@ def test_events_are_the_same_however_they_are_cut(texts: list[bytes], data: st.D
     assert splitter.rest == b"data: re"
 
 
+def test_events_may_end_as_a_proxy_writes_them() -> None:
+    whole = b"data: a\r\n\r\n"
+    for cut in range(len(whole) + 1):
+        splitter = Splitter()
+        assert splitter.feed(whole[:cut]) + splitter.feed(whole[cut:] + b"data: b\n\n") == [whole, b"data: b\n\n"]
+
+
+def test_an_event_that_is_nested_without_end_is_none_and_has_no_words() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    assert failure_in(b'data: {"error": ' + deep + b"}\n\n") is None
+    answer: object = "x"
+    for _ in range(5000):
+        answer = {"error": answer}
+    assert events.words(answer) == "x"
+    for _ in range(100_000):
+        answer = [answer]
+    assert "nested" in events.words(answer)
+
+
 def test_an_event_without_an_end_is_not_collected_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MAX_EVENT", 100)
     splitter = Splitter()

@@ -1,10 +1,13 @@
 """A router before servers that tell what their caches are, and the command itself as a process."""
 
 import asyncio
+import itertools
 import json
 import logging
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -15,7 +18,9 @@ from sglang_hetero.cli import main
 from sglang_hetero.discovery.record import Description, Instance
 from sglang_hetero.layout import wire
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.router import ask, fleet
 from sglang_hetero.router.health import Limits
+from sglang_hetero.router.pairing import Pairing
 from tests.unit.discovery.servers import manifests
 from tests.unit.router.fakes import DONE, LIMIT, FakeServer, event, run, soon, standing, token
 
@@ -97,6 +102,158 @@ def test_a_server_that_was_not_well_is_asked_again_what_its_caches_are() -> None
                     await asyncio.sleep(0.01)
 
     run(test)
+
+
+@pytest.fixture
+def judging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Pairs of layouts are judged only while it is set."""
+    go = threading.Event()
+    go.set()
+    judge = Pairing.by_layout
+
+    def wait(self, prefill, decode):
+        assert go.wait(2 * LIMIT)
+        return judge(self, prefill, decode)
+
+    monkeypatch.setattr(Pairing, "by_layout", wait)
+    yield go
+    go.set()
+
+
+def test_a_restarted_server_gets_nothing_for_what_it_was_before(judging: threading.Event) -> None:
+    async def test() -> None:
+        prefill, decode = telling(Side.PREFILL, 2), telling(Side.DECODE, 1)
+        async with standing(prefill, decode) as stand:
+            assert (await stand.post("/generate", BODY))[0] == 200
+            judging.clear()
+            decode.description = telling(Side.DECODE, 1, checkpoint="another", model="other").description
+            stand.members.change(prefill.instance, replace(decode.instance, incarnation="2", model="other"))
+            async with asyncio.timeout(LIMIT):
+                while (await _shown(stand, decode))["model"] != "other" or not (await _shown(stand, decode))["told"]:
+                    assert (await stand.post("/generate", BODY))[0] == 503
+                    await asyncio.sleep(0.01)
+            # It has told, and nobody has judged it: that the one before it fitted counts for nothing.
+            for _ in range(3):
+                assert (await stand.post("/generate", BODY))[0] == 503
+            assert len(decode.seen) == 1
+            judging.set()
+
+    run(test)
+
+
+def test_a_verdict_that_comes_after_a_restart_is_not_about_the_new_server(monkeypatch) -> None:
+    judge, gates, turns = Pairing.by_layout, (threading.Event(), threading.Event()), itertools.count()
+
+    def wait(self, prefill, decode):
+        assert gates[min(next(turns), 1)].wait(2 * LIMIT)
+        return judge(self, prefill, decode)
+
+    async def test() -> None:
+        prefill, decode = telling(Side.PREFILL, 2), telling(Side.DECODE, 1)
+        async with standing(prefill, decode, ready=False) as stand:
+            async with asyncio.timeout(LIMIT):  # now the two are being judged
+                while not (await _shown(stand, prefill))["told"] or not (await _shown(stand, decode))["told"]:
+                    await asyncio.sleep(0.01)
+            decode.description = telling(Side.DECODE, 1, checkpoint="another", model="other").description
+            stand.members.change(prefill.instance, replace(decode.instance, incarnation="2"))
+            gates[0].set()
+            async with asyncio.timeout(LIMIT):
+                while (await _shown(stand, decode))["model"] != "other":
+                    assert (await stand.post("/generate", BODY))[0] == 503
+                    await asyncio.sleep(0.01)
+            for _ in range(3):
+                assert (await stand.post("/generate", BODY))[0] == 503
+            gates[1].set()
+            async with asyncio.timeout(LIMIT):
+                while "--served-model-name" not in str((await stand.get("/hetero/pairs"))[1]):
+                    await asyncio.sleep(0.01)
+            assert not decode.seen
+
+    monkeypatch.setattr(Pairing, "by_layout", wait)
+    try:
+        run(test)
+    finally:
+        for gate in gates:
+            gate.set()
+
+
+def test_a_server_that_was_evicted_gets_nothing_until_it_has_told_anew() -> None:
+    async def test() -> None:
+        prefill, decode = telling(Side.PREFILL, 2), telling(Side.DECODE, 1)
+        async with standing(prefill, decode, limits=Limits(interval=0.02, backoff=0.02)) as stand:
+            decode.health = 503
+            async with asyncio.timeout(LIMIT):
+                while (await _shown(stand, decode))["state"] != "evicted":
+                    await asyncio.sleep(0.01)
+            decode.description = telling(Side.DECODE, 1, checkpoint="another").description
+            decode.key, decode.health = "a key that the router lacks", 200
+            async with asyncio.timeout(LIMIT):
+                while (await _shown(stand, decode))["state"] != "healthy":
+                    assert (await stand.post("/generate", BODY))[0] == 503
+                    await asyncio.sleep(0.01)
+            shown = await _shown(stand, decode)
+            assert not shown["told"] and shown["model"] == "tiny"
+            status, answer = await stand.post("/generate", BODY)
+            assert status == 503 and "--api-key" in answer["error"]["message"] and not decode.seen
+
+    run(test)
+
+
+def test_a_question_that_stays_without_an_answer_does_not_cost_a_server_that_is_well(monkeypatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(fleet, "DESCRIBE_SECONDS", 0.0)
+        prefill, decode = telling(Side.PREFILL, 2), telling(Side.DECODE, 1)
+        async with standing(prefill, decode, limits=Limits(interval=0.02, backoff=0.02)) as stand:
+
+            async def silent(self, instance):
+                asked.append(instance)
+                raise ask.NoAnswer("no answer")
+
+            asked: list[Instance] = []
+            monkeypatch.setattr(ask.Asker, "describe", silent)
+            async with asyncio.timeout(LIMIT):
+                while len(asked) < 8:
+                    assert (await stand.post("/generate", BODY))[0] == 200
+                    await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_a_record_that_is_corrected_is_not_used_for_what_it_said_before() -> None:
+    async def test() -> None:
+        prefill, decode = telling(Side.PREFILL, 2, incarnation="1"), telling(Side.DECODE, 1, incarnation="1")
+        async with standing(prefill, decode) as stand:
+            decode.key = "secret"
+            stand.members.change(prefill.instance, replace(decode.instance, incarnation="", model="other"))
+            async with asyncio.timeout(LIMIT):
+                while (await stand.post("/generate", BODY))[0] != 503:
+                    await asyncio.sleep(0.01)
+            shown = await _shown(stand, decode)
+            assert shown["model"] == "other" and not shown["told"]
+
+    run(test)
+
+
+def test_no_more_servers_are_followed_than_the_router_can_bear(monkeypatch, caplog) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(fleet, "MAX_OF_ROLE", 2)
+        servers = [telling(Side.PREFILL, 1), telling(Side.DECODE, 1)]
+        async with standing(*servers) as stand:
+            junk = [Instance(role=Side.DECODE, url=f"http://127.0.0.1:{port}") for port in range(1, 6)]
+            stand.members.change(*junk, *(server.instance for server in servers))
+            async with asyncio.timeout(LIMIT):
+                while len((await stand.get("/hetero/pairs"))[1]["servers"]) != 3:
+                    await asyncio.sleep(0.01)
+            _, said = await stand.get("/hetero/pairs")
+            assert "4 servers more than the 2" in said["trouble"]
+            assert (await stand.post("/generate", BODY))[0] == 200, "who was there first has lost its place"
+
+    run(test)
+    assert "4 servers more" in caplog.text
+
+
+async def _shown(stand, server: FakeServer) -> dict:
+    return next(one for one in (await stand.get("/hetero/pairs"))[1]["servers"] if one["url"] == server.url)
 
 
 def test_a_server_that_leaves_the_list_is_not_asked_any_more() -> None:

@@ -182,3 +182,18 @@ def test_whatever_happens_a_server_that_is_well_again_gets_requests_in_the_end(e
         clock.now = max(clock.now, health.next_probe)
         health.probe_answered()
     assert (health.state, health.tier) == (State.HEALTHY, 0)
+
+
+def test_a_failure_that_was_the_requests_own_is_taken_back() -> None:
+    health, _ = healthy()
+    health.request_failed("x", lost=False)
+    assert health.state is State.SUSPECT
+    health.request_excused()
+    assert (health.state, health.cause) == (State.HEALTHY, "")
+    # Others that failed still count, and so does a connection that broke.
+    for lost in (False, True):
+        health.request_failed("y", lost=lost)
+        health.request_failed("x", lost=False)
+        health.request_excused()
+        assert health.state is State.SUSPECT
+        health.request_succeeded()

@@ -81,11 +81,11 @@ def test_headers_are_passed_on_both_ways_and_those_of_a_connection_are_not() -> 
                 assert call.headers["Authorization"] == "Bearer mine"
                 assert call.headers["X-Request-Id"] == "7"
                 assert "X-Hop" not in call.headers
-            # The router's own key is for its own questions, and is lent to nobody.
+            # The router's own key is for /hetero/instance only, and is lent to nobody.
             await stand.post("/generate", BODY)
             assert "Authorization" not in decode.seen[1].headers
-            own = [headers for _, path, headers in decode.others if path in ("/health", "/hetero/instance")]
-            assert own and all(one["Authorization"] == "Bearer own" for one in own)
+            own = {(path, headers.get("Authorization")) for _, path, headers in decode.others}
+            assert own == {("/health", None), ("/hetero/instance", "Bearer own")}
 
     run(test)
 
@@ -144,6 +144,45 @@ def test_what_may_be_either_sides_fault_is_tried_with_another_pair_first() -> No
             (p0, d0), (p1, d1), *_ = tried
             assert p0 != p1 and d0 != d1
             assert {p0, p1} == {one.url for one in prefills}
+
+    run(test)
+
+
+async def _states(stand) -> list[str]:
+    return [one["state"] for one in (await stand.get("/hetero/pairs"))[1]["servers"]]
+
+
+async def all_healthy(stand) -> None:
+    async with asyncio.timeout(60):
+        while set(await _states(stand)) != {"healthy"}:
+            await asyncio.sleep(0.01)
+
+
+def test_a_request_that_every_server_refuses_alike_makes_none_suspect() -> None:
+    async def test() -> None:
+        poison = {"detail": "Internal Server Error"}
+        servers = [answering(role, poison, 500) for role in (Side.PREFILL, Side.DECODE) for _ in range(3)]
+        limits = Limits(interval=600.0, backoff=600.0, max_backoff=600.0)
+        async with standing(*servers, retries=5, limits=limits) as stand:
+            await all_healthy(stand)
+            for _ in range(3):
+                assert (await stand.post("/generate", BODY))[0] == 500
+            assert set(await _states(stand)) == {"healthy"}
+
+    run(test)
+
+
+def test_refusals_in_other_words_count_against_each_server() -> None:
+    async def test() -> None:
+        prefill = answering(Side.PREFILL)
+        servers = [answering(Side.DECODE, {"detail": f"rank {number} is lost"}, 500) for number in range(2)]
+        limits = Limits(interval=600.0, backoff=600.0, max_backoff=600.0)
+        async with standing(prefill, *servers, retries=1, limits=limits) as stand:
+            await all_healthy(stand)
+            assert (await stand.post("/generate", BODY))[0] == 500
+            assert await _states(stand) == ["suspect"] * 3
+            # They get requests all the same, since there are no others: so the router is ready.
+            assert (await stand.get("/readiness"))[0] == 200
 
     run(test)
 
@@ -486,6 +525,8 @@ def test_a_host_that_is_gone_without_a_word_is_noticed() -> None:
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             )
             assert idle + every * times == 25  # as docs/router.md says
+            # Data that nobody confirms end it as soon.
+            assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
         await outgoing.close()
 
     run(test)

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.router import proxy
 from tests.unit.router.fakes import DONE, FakeServer, aborted, event, run, soon, standing, token, until
 
 BODY = {"text": "What is a shard?", "sampling_params": {"max_new_tokens": 4}, "stream": True}
@@ -239,18 +240,55 @@ def test_when_all_attempts_fail_the_client_is_told_who_and_why() -> None:
     run(test)
 
 
-def test_a_request_has_a_limit_before_its_first_token_and_after() -> None:
+@pytest.fixture
+def limits(monkeypatch) -> list[asyncio.Timeout]:
+    """The limits of requests, which end when the test says so."""
+    made: list[asyncio.Timeout] = []
+
+    def limit(seconds: float) -> asyncio.Timeout:
+        made.append(asyncio.timeout(seconds))
+        return made[-1]
+
+    monkeypatch.setattr(proxy, "limit", limit)
+    return made
+
+
+def test_a_request_has_a_limit_before_its_first_token_and_after(limits: list[asyncio.Timeout]) -> None:
     async def test() -> None:
         prefill, decode = pair()
-        async with standing(prefill, decode, seconds=0.3) as stand:
-            status, data = await soon(_read(stand, BODY))
+        async with standing(prefill, decode) as stand:
+            task = asyncio.create_task(_read(stand, BODY))
+            await soon(prefill.calls.get())
+            await soon(decode.calls.get())
+            limits[-1].reschedule(0)
+            status, data = await soon(task)
             assert status == 504 and prefill.url in json.loads(data)["error"]["message"]
             await soon(prefill.seen[0].over.wait())
             await soon(decode.seen[0].over.wait())
             assert prefill.seen[0].left and decode.seen[0].left
-            decode.script = lambda call: call.send(event(token("a")))
-            status, data = await soon(_read(stand, BODY))
-            assert status == 200 and b'"code":504' in data and data.endswith(DONE)
+            task = asyncio.create_task(stand.client.post(stand.url + "/generate", json=BODY))
+            (await soon(decode.calls.get())).send(event(token("a")))
+            async with await soon(task) as response:
+                assert await soon(response.content.readany()) == event(token("a"))
+                limits[-1].reschedule(0)
+                data = await soon(response.read())
+            assert response.status == 200 and b'"code":504' in data and data.endswith(DONE)
+
+    run(test)
+
+
+def test_the_limit_holds_for_a_body_that_does_not_come(limits: list[asyncio.Timeout]) -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(stand.url.rsplit(":", 1)[1]))
+            writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            await until(lambda: limits)
+            await until(lambda: limits[-1].when() is not None)
+            limits[-1].reschedule(0)
+            assert b" 408 " in await soon(reader.readline())
+            writer.close()
+            assert not prefill.seen
 
     run(test)
 
@@ -266,6 +304,105 @@ def test_a_stream_that_stands_still_is_ended() -> None:
             assert decode.seen[0].left
 
     run(test)
+
+
+def numbered(index: int, text: str, logprobs: list) -> bytes:
+    return event(token(text, input_token_logprobs=logprobs) | {"index": index})
+
+
+def test_log_probabilities_of_a_streamed_batch_are_those_of_each_prompt() -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            task = asyncio.create_task(_read(stand, BODY | {"text": ["A", "B"], "return_logprob": True}))
+            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            # The second prompt is ready first, and prefill has not said yet what is about the first one.
+            before.send(numbered(1, "b", [[-2.0, 2, None]]))
+            now.send(numbered(1, "b", []), numbered(0, "a", []))
+            now.finish(numbered(0, "ab", []), numbered(1, "bc", []))
+            await soon(now.over.wait())
+            before.finish(numbered(0, "a", [[-1.0, 1, None]]), numbered(1, "bc", [[-9.0, 9, None]]))
+            status, data = await soon(task)
+            assert status == 200 and data.endswith(DONE)
+            said = [json.loads(one[6:]) for one in data.split(b"\n\n") if one.startswith(b"data: {")]
+            assert [(one["index"], one["meta_info"]["input_token_logprobs"]) for one in said] == [
+                *((1, [[-2.0, 2, None]]), (0, [[-1.0, 1, None]])),
+                *((0, [[-1.0, 1, None]]), (1, [[-2.0, 2, None]])),
+            ]
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["dies", "ends"])
+def test_a_prefill_that_does_not_say_it_of_each_prompt_ends_the_stream(how: str) -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            task = asyncio.create_task(_read(stand, BODY | {"text": ["A", "B"], "return_logprob": True}))
+            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            before.send(numbered(0, "a", [[-1.0, 1, None]]))
+            now.send(numbered(0, "a", []))
+            now.finish(numbered(1, "b", []))
+            await soon(now.over.wait())
+            before.die() if how == "dies" else before.finish()
+            status, data = await soon(task)
+            first, error, done, _ = data.split(b"\n\n")
+            assert status == 200 and b"-1.0" in first and done == DONE.strip()
+            assert f"prefill {prefill.url} broke off" in json.loads(error[6:])["error"]["message"]
+
+    run(test)
+
+
+def test_a_break_within_an_event_leaves_only_whole_ones() -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            task = asyncio.create_task(_read(stand, BODY))
+            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            before.finish(event(token("a")))
+            now.send(event(token("a")), event(token("ab"))[:20])
+            await until(now.say.empty)
+            await _one_loop_is_still()
+            now.die()
+            status, data = await soon(task)
+            first, error, done, rest = data.split(b"\n\n")
+            assert status == 200 and (first + b"\n\n", done, rest) == (event(token("a")), DONE.strip(), b"")
+            assert "broke off" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+
+    run(test)
+
+
+def test_a_failure_that_comes_in_two_pieces_is_one() -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            task = asyncio.create_task(_read(stand, BODY))
+            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            before.finish(event(token("a")))
+            failure = event(aborted("no units"))
+            half = failure.index(b'"abort"') + 3
+            now.send(event(token("a")), failure[:half])
+            await until(now.say.empty)
+            await _one_loop_is_still()
+            now.finish(failure[half:])
+            assert await soon(task) == (200, event(token("a")) + failure + DONE)
+            assert await stand.figure("sglang_hetero:router_streams_broken_total") == 1
+            assert await stand.figure('sglang_hetero:router_failures_total{kind="refused",role="decode"') == 1
+
+    run(test)
+
+
+async def _one_loop_is_still(progress=lambda: None) -> None:
+    """Return when servers, router and client, which share this loop, have nothing left to do."""
+    still = 0
+    while still < STILL:
+        before = progress()
+        await asyncio.sleep(0)
+        still = still + 1 if progress() == before else 0
+
+
+STILL = 1000
+"""Turns of the loop. A piece needs a few from one end to the other."""
 
 
 def test_log_probabilities_of_the_prompt_come_from_prefill() -> None:
@@ -327,9 +464,9 @@ def test_a_client_that_reads_slowly_does_not_fill_the_router() -> None:
             writer.write(head + data)
             now = await soon(decode.calls.get())
             piece = event(token("x" * (1 << 20)))
-            for _ in range(64):
+            for _ in range(64):  # more than the kernel takes on both ways
                 now.send(piece)
-            await asyncio.sleep(0.5)
+            await _one_loop_is_still(now.say.qsize)
             assert now.say.qsize() > 8, "a stream that nobody reads was taken from decode"
             writer.close()
             await soon(now.over.wait())
