@@ -390,7 +390,8 @@ def test_a_reset_instead_of_an_end_is_told_the_same():
 
         def reset():
             connection, _ = port.accept()
-            connection.recv(1)
+            while b"}" not in connection.recv(4096):
+                pass  # until it has said everything: it waits for the answer then
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
 
