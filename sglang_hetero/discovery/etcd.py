@@ -340,8 +340,8 @@ class _Client(Etcd3Client):
             ) from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             why = _why(error)
-            # What a TLS port does to who speaks without.
-            tls = "without response" in why and not self._options.secure
+            # What a TLS port does to who speaks without; which of the two, depends on what it has read by then.
+            tls = ("without response" in why or "reset by peer" in why) and not self._options.secure
             remedy = "if it wants TLS, set SGLANG_HETERO_ETCD_CA" if tls else "is it running there?"
             raise _NoAnswer(f"etcd at {self.url} does not answer: {why}; {remedy}") from None
 

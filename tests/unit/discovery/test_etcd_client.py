@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import struct
 import threading
 import time
 
@@ -381,6 +382,26 @@ def test_who_cannot_be_trusted_is_told(secure_etcd, certificates, which):
         made.read("/a/")
     assert secure_etcd.address in str(error.value)
     made.close()
+
+
+def test_a_reset_instead_of_an_end_is_told_the_same():
+    """As of a TLS port that closes the connection before it has read everything."""
+    with socket.create_server(("127.0.0.1", 0)) as port:
+
+        def reset():
+            connection, _ = port.accept()
+            while b"}" not in connection.recv(4096):
+                pass  # until it has said everything: it waits for the answer then
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+
+        thread = threading.Thread(target=reset)
+        thread.start()
+        made = Etcd(EtcdOptions.of({"endpoints": (f"127.0.0.1:{port.getsockname()[1]}",)}))
+        with pytest.raises(DiscoveryError, match=r"reset by peer.*SGLANG_HETERO_ETCD_CA"):
+            made.read("/a/")
+        made.close()
+        thread.join()
 
 
 def test_the_other_way_round(shared_etcd, certificates):
