@@ -70,6 +70,7 @@ def test_whom_many_requests_have_to_do_with_is_made_once(monkeypatch):
         request = world.start(1, TOKENS, 2)
         world.until(lambda: world.failed(request))
         world.end(request)
+        world.until(lambda: not world.prefill[1].side.state["in_flight"], what="the end of the other source's write")
         for room in range(2, 7):
             world.open(world.request(room, 9))
         world.network.pump()
