@@ -11,7 +11,7 @@ help:
 	@echo "make ascend-env"
 	@echo "             make or repair .venv-ascend, Triton's compiler and MemFabric for NPUs, as test and unit do first"
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
-	@echo "make test    the tests (about 30 minutes on 2 cores)"
+	@echo "make test    the tests (30 to 40 minutes on 2 cores)"
 	@echo "make test-full"
 	@echo "             all of them, with every pair of TP sizes on real servers (about an hour)"
 	@echo "make unit    the tests that start no server (about 12 minutes)"
