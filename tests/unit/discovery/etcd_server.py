@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import requests
+import trustme
 
 from sglang_hetero.discovery.settings import EtcdOptions
 
@@ -128,29 +129,20 @@ class Certificates:
     """An authority, and certificates of a server (127.0.0.1) and of a client that it has signed."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ca, self._ca_key = self._pair("ca", "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
-        self.server, self.server_key = self._signed("server", "subjectAltName=IP:127.0.0.1")
-        self.client, self.client_key = self._signed("client", "extendedKeyUsage=clientAuth")
-        self.other, _ = self._pair("other", "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
+        authority = trustme.CA()
+        self.ca = self._written(folder / "ca.pem", authority.cert_pem)
+        self.server, self.server_key = self._pair(folder, "server", authority.issue_cert("127.0.0.1"))
+        self.client, self.client_key = self._pair(folder, "client", authority.issue_cert("client.example"))
+        self.other = self._written(folder / "other.pem", trustme.CA().cert_pem)
 
-    def _pair(self, name: str, *options: str) -> tuple[Path, Path]:
-        out, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
-        self._openssl(
-            "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", f"/CN={name}",
-            "-days", "2", "-keyout", str(key), "-out", str(out), *options,
-        )  # fmt: skip
-        return out, key
+    @staticmethod
+    def _written(path: Path, blob: trustme.Blob) -> Path:
+        blob.write_to_path(str(path))
+        return path
 
-    def _signed(self, name: str, extension: str) -> tuple[Path, Path]:
-        asked, key = self._pair(f"{name}-asked")
-        extensions, out = self.folder / f"{name}.ext", self.folder / f"{name}.pem"
-        extensions.write_text(extension)
-        self._openssl(
-            "x509", "-req", "-in", str(asked), "-CA", str(self.ca), "-CAkey", str(self._ca_key), "-CAcreateserial",
-            "-days", "2", "-extfile", str(extensions), "-out", str(out),
-        )  # fmt: skip
-        return out, key
-
-    def _openssl(self, *arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=START_SECONDS)
+    def _pair(self, folder: Path, name: str, leaf: trustme.LeafCert) -> tuple[Path, Path]:
+        (certificate,) = leaf.cert_chain_pems
+        return (
+            self._written(folder / f"{name}.pem", certificate),
+            self._written(folder / f"{name}.key", leaf.private_key_pem),
+        )

@@ -1,6 +1,5 @@
 """The client of etcd against a real one: what is written, read and watched; who is let in; and what errors say."""
 
-import shutil
 import socket
 import struct
 import threading
@@ -335,8 +334,6 @@ def test_a_user_where_there_are_none_hears_it(etcd, tmp_path):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates")
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 

@@ -53,8 +53,7 @@ def test_an_event_that_comes_in_parts_is_passed_on_whole() -> None:
     async def test() -> None:
         prefill, decode = pair()
         async with standing(prefill, decode) as stand:
-            task = asyncio.create_task(_read(stand, BODY))
-            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            task, before, now = await _asked(stand, prefill, decode)
             before.finish(event(token("a")))
             data = event(token("a"))
             for byte in range(0, len(data), 7):
@@ -68,6 +67,12 @@ def test_an_event_that_comes_in_parts_is_passed_on_whole() -> None:
 async def _read(stand, body, path="/generate", **headers):
     async with stand.client.post(stand.url + path, json=body, headers=headers) as response:
         return response.status, await response.read()
+
+
+async def _asked(stand, prefill, decode):
+    """BODY is on its way: the client's task, and the call that each of the two servers has got."""
+    task = asyncio.create_task(_read(stand, BODY))
+    return task, await soon(prefill.calls.get()), await soon(decode.calls.get())
 
 
 @pytest.mark.parametrize(
@@ -180,8 +185,7 @@ def test_a_prefill_that_breaks_after_the_first_token_harms_nobody() -> None:
     async def test() -> None:
         prefill, decode = pair()
         async with standing(prefill, decode) as stand:
-            task = asyncio.create_task(_read(stand, BODY))
-            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            task, before, now = await _asked(stand, prefill, decode)
             now.send(event(token("a")))
             await asyncio.sleep(0.05)
             before.die()
@@ -357,8 +361,7 @@ def test_a_break_within_an_event_leaves_only_whole_ones() -> None:
     async def test() -> None:
         prefill, decode = pair()
         async with standing(prefill, decode) as stand:
-            task = asyncio.create_task(_read(stand, BODY))
-            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            task, before, now = await _asked(stand, prefill, decode)
             before.finish(event(token("a")))
             now.send(event(token("a")), event(token("ab"))[:20])
             await until(now.say.empty)
@@ -376,8 +379,7 @@ def test_a_failure_that_comes_in_two_pieces_is_one() -> None:
     async def test() -> None:
         prefill, decode = pair()
         async with standing(prefill, decode) as stand:
-            task = asyncio.create_task(_read(stand, BODY))
-            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            task, before, now = await _asked(stand, prefill, decode)
             before.finish(event(token("a")))
             failure = event(aborted("no units"))
             half = failure.index(b'"abort"') + 3
