@@ -154,6 +154,8 @@ def _ratio(each: Answer | None) -> str:
 
 
 def _ratios(found: Sequence[Answer]) -> str:
+    if not found:
+        return "<p>None yet: no two topologies that are compared have a result in the same round and shape.</p>"
     shapes = list(dict.fromkeys(each.shape for each in found))
     heads = [("free", "ratio"), *(("", shape.replace("x", " x ")) for shape in shapes)]
     by_place = {(each.question, each.shape): each for each in found}

@@ -281,6 +281,7 @@ def test_failures_are_told_and_markup_is_not_taken_for_ours(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "Not complete:</b> 1 of 2 measurements have a result, 1 failed" in page
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    assert "None yet: no two topologies" in page
 
 
 def test_a_report_of_failures_only(tmp_path):
