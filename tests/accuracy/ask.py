@@ -12,7 +12,7 @@ from .record import Answer
 
 CHARACTERS = 512
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-PER_DEPTH = 30
+PER_DEPTH = 20
 SEED = 7
 TOKENS = ANSWER_DIGITS + 1
 """The answer's, of which the model has one for each character, and the end of its line: with the first one from prefill
