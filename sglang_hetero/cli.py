@@ -12,6 +12,7 @@ STDERR = 2
 
 
 def _parser() -> argparse.ArgumentParser:
+    from sglang_hetero.accuracy import command as accuracy
     from sglang_hetero.cpu import commands as cpu
     from sglang_hetero.demo import command as demo
     from sglang_hetero.discovery import command as instances
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     instances.add_parser(subparsers)
     router.add_parser(subparsers)
     sync_router.add_parser(subparsers)
+    accuracy.add_parser(subparsers)
     models.add_parser(subparsers)
     cpu.add_parser(subparsers)
     return parser

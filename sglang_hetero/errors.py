@@ -89,3 +89,7 @@ class DiscoveryError(HeteroError):
 
 class RouterError(HeteroError):
     """A router cannot be started, or cannot be told which servers there are (docs/router.md)."""
+
+
+class AccuracyError(HeteroError):
+    """An endpoint cannot be asked what it knows, or did not answer a question (docs/accuracy.md)."""
