@@ -141,7 +141,7 @@ class Teller:
     """Lines of progress on a stream, not too many."""
 
     def __init__(self, name: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name, self.stream, self.clock = name, stream or sys.stderr, clock
+        self.name, self.stream, self.clock = name, sys.stderr if stream is None else stream, clock
         self.terminal = self.stream.isatty()
         self.last = self.text = ""
         self.told = clock()

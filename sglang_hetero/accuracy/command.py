@@ -140,6 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.fail_under, arguments.max_differences, arguments.max_errors, bool(arguments.fail_if_worse)
     )
     _check(arguments)
+    names = arguments.tasks or [RECALL, WHERE_INSTALLED]
+    cases, groups = _cases(arguments) if RECALL in names else ([], [])
     key = os.environ.get(KEY)
     endpoints = [_endpoint(arguments, arguments.url, arguments.api_key or key)]
     if arguments.reference:
@@ -148,10 +150,10 @@ def run(arguments: argparse.Namespace) -> int:
         endpoint.connect()
     done = Run([{"url": one.url, "route": one.path, "model": one.model} for one in endpoints], _settings(arguments))
     done.notes += _notes(endpoints)
-    for name in arguments.tasks or [RECALL, WHERE_INSTALLED]:
+    for name in names:
         try:
             if name == RECALL:
-                done.tasks.append(_recall(arguments, endpoints))
+                done.tasks.append(_recall(arguments, endpoints, cases, groups))
             elif harnesses.find(arguments.harness):
                 done.tasks.append(_harness(arguments, endpoints, name))
             else:
@@ -205,22 +207,28 @@ def _notes(endpoints: list[Endpoint]) -> list[str]:
     return notes
 
 
-def _recall(arguments: argparse.Namespace, endpoints: list[Endpoint]) -> Task:
+def _cases(arguments: argparse.Namespace) -> tuple[list[Case], list[report.Group]]:
+    """All questions of recall. Raises HeteroError for a length that is too short."""
     last = max(1, arguments.depths - 1)
     depths = [number / last for number in range(arguments.depths)]
     cases: list[Case] = []
     groups: dict[tuple[int, float], list[str]] = {}
     for characters in arguments.lengths:
         for place, question in enumerate(questions(characters, depths, arguments.per_depth, arguments.seed)):
-            number = place % arguments.per_depth
             case = Case(
-                f"recall/{characters}/{question.depth:g}/{number}",
+                f"recall/{characters}/{question.depth:g}/{place % arguments.per_depth}",
                 question.prompt,
                 arguments.tokens,
                 partial(score, question=question),
             )
             cases.append(case)
             groups.setdefault((characters, question.depth), []).append(case.name)
+    return cases, [report.Group(*where, tuple(names)) for where, names in groups.items()]
+
+
+def _recall(
+    arguments: argparse.Namespace, endpoints: list[Endpoint], cases: list[Case], groups: list[report.Group]
+) -> Task:
     teller = Teller(RECALL)
     try:
         passes = ask(
@@ -234,7 +242,7 @@ def _recall(arguments: argparse.Namespace, endpoints: list[Endpoint]) -> Task:
         )
     finally:
         teller.close()
-    return Task(RECALL, "sglang-hetero", passes, report.names(groups))
+    return Task(RECALL, "sglang-hetero", passes, groups)
 
 
 def _harness(arguments: argparse.Namespace, endpoints: list[Endpoint], name: str) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -257,8 +257,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def names(groups: Mapping[tuple[int, float], Sequence[str]]) -> list[Group]:
-    """Groups from (characters, depth) -> names."""
-    return [Group(characters, depth, tuple(members)) for (characters, depth), members in groups.items()]
