@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sglang_hetero.discovery.record import Instance
@@ -22,8 +23,8 @@ DEFAULT_NEW_TOKENS = 128
 """SGLang's max_new_tokens where a request does not say it."""
 ROOMS = 2**63 - 1
 """Rooms are signed 64-bit numbers."""
-MAX_SAMPLES = 1 << 16
-"""Rooms kept free above a drawn one: SGLang numbers on from one room for several prompts or samples."""
+MAX_PROMPTS = 1 << 16
+"""Rooms kept free above a drawn one: SGLang numbers on from one room for several prompts."""
 
 
 TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -73,15 +74,29 @@ def _counted(given: Any, name: str) -> int:
 
 def answers(body: Body) -> int:
     """How many answers a body of /generate has, each of which a stream numbers."""
-    return (batch_size(body) or 1) * max(1, _samples(body))
+    return batch_size(body) or 1
 
 
-def _samples(body: Body) -> int:
-    """`n` of /generate: how many answers to each prompt."""
-    params = body.get("sampling_params")
-    first = params[0] if isinstance(params, list) and params else params
-    n = first.get("n", 1) if isinstance(first, dict) else 1
-    return n if isinstance(n, int) else 1
+def check(body: Body, path: str) -> None:
+    """Raises RouterError for what cannot be handed over: an empty batch, or several samples of a prompt."""
+    batch_size(body)
+    if (n := _samples(body, path)) > 1:
+        raise RouterError(
+            f"n is {n}, but SGLang gives all samples of a prompt the same room, so that prefill and decode cannot hand "
+            f"them over one by one and would wait for each other; send {n} requests, or the prompt {n} times"
+        )
+
+
+def _samples(body: Body, path: str) -> int:
+    """`n`: how many answers to each prompt. What is no number SGLang refuses."""
+    params = body.get("sampling_params") if path == "/generate" else body
+    most = 1
+    for one in params if isinstance(params, list) else [params]:
+        given = one.get("n", 1) if isinstance(one, dict) else 1
+        if isinstance(given, str | int | float):  # on the OpenAI routes pydantic takes "2" and 2.0 for 2
+            with suppress(ValueError, OverflowError):
+                most = max(most, int(float(given)))
+    return most
 
 
 def meet(body: Body, path: str, prefill: Instance, draw: Callable[[int], int]) -> Body:
@@ -91,13 +106,12 @@ def meet(body: Body, path: str, prefill: Instance, draw: Callable[[int], int]) -
     """
     host, port = bootstrap_host(prefill), prefill.bootstrap_port or None
     size = batch_size(body) if path == "/generate" else None
-    if size is None or _samples(body) > 1:
-        # One room is enough: SGLang numbers on from it for further prompts and samples. It has to for several samples
-        # of a batch: a list it would repeat, so that two samples of a prompt had the same room.
+    if size is None:
+        # One room is enough: SGLang numbers on from it for further prompts.
         return body | {
             "bootstrap_host": host,
             "bootstrap_port": port,
-            "bootstrap_room": draw(ROOMS - MAX_SAMPLES),
+            "bootstrap_room": draw(ROOMS - MAX_PROMPTS),
         }
     return body | {
         "bootstrap_host": [host] * size,

@@ -102,7 +102,7 @@ class Proxy:
             body = msgspec.json.decode(data)
             if not isinstance(body, dict):
                 raise RouterError(f"the body must be a JSON object, not {type(body).__name__}")
-            bodies.batch_size(body)
+            bodies.check(body, request.path)
         except web.HTTPRequestEntityTooLarge:
             return refuse(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,

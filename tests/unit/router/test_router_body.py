@@ -50,16 +50,31 @@ def test_an_empty_batch_is_refused(body) -> None:
 def test_every_request_has_a_room_of_its_own_that_sglang_can_number_on_from() -> None:
     draw = random.Random(7).randrange
     rooms = [bodies.meet({"text": "a"}, "/generate", PREFILL, draw)["bootstrap_room"] for _ in range(100)]
-    assert len(set(rooms)) == 100 and all(0 <= room < 2**63 - bodies.MAX_SAMPLES for room in rooms)
+    assert len(set(rooms)) == 100 and all(0 <= room < 2**63 - bodies.MAX_PROMPTS for room in rooms)
     highest = bodies.meet({"text": "a"}, "/generate", PREFILL, lambda below: below - 1)
-    assert highest["bootstrap_room"] + bodies.MAX_SAMPLES <= 2**63 - 1
+    assert highest["bootstrap_room"] + bodies.MAX_PROMPTS <= 2**63 - 1
 
 
-def test_several_samples_of_a_batch_get_one_room() -> None:
-    # A list of rooms SGLang repeats for further samples, so that two requests would meet in one room.
-    for params in ({"n": 2}, [{"n": 2}, {"n": 2}]):
-        assert isinstance(meet({"text": ["a", "b"], "sampling_params": params})["bootstrap_room"], int)
-    assert isinstance(meet({"text": ["a", "b"], "sampling_params": [{}, {}]})["bootstrap_room"], list)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"n": 2}}),
+        ("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}),
+        ("/v1/completions", {"prompt": "a", "n": 2}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": "2"}),
+        ("/v1/chat/completions", {"messages": [], "n": 2.0}),
+    ],
+)
+def test_several_samples_of_a_prompt_are_refused_with_the_remedy(path: str, body) -> None:
+    """tests/unit/backend/test_several_samples.py: what SGLang does with them."""
+    with pytest.raises(RouterError, match=r"n is 2, .* the same room, .*; send 2 requests, or the prompt 2 times"):
+        bodies.check(body, path)
+
+
+@pytest.mark.parametrize("n", [0, 1, True, "1", 1.0, None, "two", "nan", float("inf"), [2], {}])
+def test_one_sample_is_taken_and_what_is_no_number_is_left_to_sglang(n) -> None:
+    bodies.check({"text": "a", "n": 2, "sampling_params": {"n": n}}, "/generate")
+    bodies.check({"prompt": "a", "n": n, "sampling_params": {"n": 2}}, "/v1/completions")
 
 
 @pytest.mark.parametrize(
@@ -177,11 +192,12 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, JSON, max_size=5))
 def test_whatever_a_body_has_it_is_refused_or_taken(body) -> None:
     try:
-        bodies.batch_size(body)
+        for path in ("/generate", "/v1/completions"):
+            bodies.check(body, path)
     except RouterError:
         return
     assert bodies.prompt_tokens(body) >= 0 and bodies.new_tokens(body) >= 0
@@ -202,7 +218,7 @@ def test_log_probabilities_are_put_before_decodes_own() -> None:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(JSON, JSON)
 def test_whatever_servers_answer_decodes_is_kept(prefill, decode) -> None:
     assert bodies.merge_logprobs(prefill, decode) == decode
