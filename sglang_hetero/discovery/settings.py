@@ -172,6 +172,8 @@ SETTINGS = (
     ),
 )
 
+ENDPOINTS = next(one for one in SETTINGS if one.field == "endpoints")
+
 
 @dataclass(frozen=True)
 class EtcdOptions:

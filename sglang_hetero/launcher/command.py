@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sglang_hetero.backend import options as transfer
 from sglang_hetero.cpu import layout
+from sglang_hetero.discovery import settings as discovery
 from sglang_hetero.launcher.options import Options, Router
 from sglang_hetero.launcher.topology import Instance, Role
 
@@ -27,8 +28,11 @@ MEM_FRACTION = "0.2"
 # The options of the transfer (docs/options.md) are passed on: they have no other way in.
 FOREIGN = ("SGLANG_", "MC_", "MOONCAKE_")
 
-# The Rust router answers /health before it knows any server; /readiness waits for healthy ones.
-ROUTER_HEALTH = {Router.MINI: "/health", Router.RUST: "/readiness"}
+# The others answer /health before they know any server; /readiness waits for healthy ones.
+ROUTER_HEALTH = {Router.MINI: "/health", Router.RUST: "/readiness", Router.HETERO: "/readiness"}
+# All processes start at the same time, so that our router meets servers that are not there yet. On one machine a look
+# costs nothing, and the fleet is ready so much sooner.
+PROBE_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def _of_role(options: Options, role: Role) -> tuple[tuple[str, str], ...]:
 
 def _platform(options: Options, instance: Instance, first_rank: int) -> dict[str, str]:
     return {
+        **({discovery.ENDPOINTS.variable: options.etcd} if options.etcd else {}),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": _bind(instance.tp, first_rank),
         # More threads spin against each other as soon as this machine does anything else: with two of them on two busy
@@ -174,18 +179,23 @@ def server_command(model_path: str, options: Options, instance: Instance, endpoi
     ]
 
 
-def router_command(
-    kind: Router, host: str, port: int, prefills: Sequence[Endpoint], decodes: Sequence[Endpoint]
-) -> list[str]:
-    """sglang-router before prefill and decode servers: its mini load balancer or its Rust router."""
+ROUTER_MODULES: Mapping[Router, Sequence[str]] = {
+    Router.MINI: ("sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"),
+    Router.RUST: ("sglang_router.launch_router", "--pd-disaggregation"),
+    Router.HETERO: ("sglang_hetero", "router", "--health-check-interval-secs", str(PROBE_SECONDS)),
+}
+"""What `python -m` runs, and what only this one is given."""
+
+
+def router_command(options: Options, port: int, prefills: Sequence[Endpoint], decodes: Sequence[Endpoint]) -> list[str]:
+    """The router before these servers, which it is given by URL or looks for in etcd."""
     command = [
-        *(sys.executable, "-m", "sglang_router.launch_router"),
-        "--pd-disaggregation",
-        *("--host", host),
+        *(sys.executable, "-m", *ROUTER_MODULES[options.router]),
+        *("--host", options.host),
         *("--port", str(port)),
     ]
-    if kind is Router.MINI:
-        command.append("--mini-lb")
+    if options.etcd:
+        return [*command, "--etcd", options.etcd]
     for endpoint in prefills:
         command += ["--prefill", endpoint.url, str(endpoint.bootstrap_port)]
     for endpoint in decodes:

@@ -88,7 +88,15 @@ def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
         "--router",
         choices=[r.value for r in Router],
         default=defaults.router.value,
-        help="sglang-router's mini load balancer or its Rust router (default: mini)",
+        help="sglang-router's mini load balancer, its Rust router, or the router of this package "
+        f"(default: {defaults.router.value})",
+    )
+    group.add_argument(
+        "--etcd",
+        default=defaults.etcd,
+        metavar="HOST:PORT",
+        help="with --router hetero: servers register there, and the router follows them (docs/discovery.md); it must "
+        "run already (default: the router is given their URLs)",
     )
     group.add_argument("--host", default=defaults.host, help=f"address to listen on (default: {defaults.host})")
     group.add_argument(
@@ -124,6 +132,7 @@ def options(arguments: argparse.Namespace, server_arguments: tuple[str, ...] = (
         max_tokens=arguments.max_tokens,
         max_requests=arguments.max_requests,
         router=Router(arguments.router),
+        etcd=arguments.etcd,
         host=arguments.host,
         port=arguments.port,
         start_seconds=arguments.start_seconds,

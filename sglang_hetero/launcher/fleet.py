@@ -16,8 +16,9 @@ from typing import Self, TextIO
 import requests
 
 from sglang_hetero import models
+from sglang_hetero.backend import options as transfer
 from sglang_hetero.cpu import enable
-from sglang_hetero.errors import HeteroError, OptionError
+from sglang_hetero.errors import DiscoveryError, HeteroError, OptionError
 from sglang_hetero.launcher import command
 from sglang_hetero.launcher.options import Options
 from sglang_hetero.launcher.ports import Ports
@@ -114,6 +115,7 @@ class Fleet:
         self.topology.check_model(model)
         self._check_environment()
         self._check_platform()
+        self._check_etcd()
         ports = Ports(self.options.host)
         front_port = ports.take(self.options.port, "--port") if self.options.port else ports.free()
         log_dir = self._log_dir()
@@ -158,7 +160,7 @@ class Fleet:
         url = f"http://{self.options.host}:{port}"
         self.router = Supervised(
             "router",
-            command.router_command(self.options.router, self.options.host, port, prefills, decodes),
+            command.router_command(self.options, port, prefills, decodes),
             os.environ | {"no_proxy": "*", "NO_PROXY": "*"},
             log_dir / "router.log",
             url,
@@ -173,6 +175,31 @@ class Fleet:
             raise OptionError(f"{flags}: {self.topology.name} is one server that does both phases; set it in the shell")
         for instance in self.topology.instances:
             command.server_env(os.environ, self.options, instance, first_rank=0)
+
+    def _check_etcd(self) -> None:
+        """An etcd that goes away later is waited for by servers and router; one that is not there at the start would
+        keep the router from being ready until --start-seconds are over."""
+        if not self.options.etcd:
+            return
+        if self.topology.is_mixed:
+            raise OptionError(f"--etcd: {self.topology.name} is one server without a router; leave it out")
+        from sglang_hetero.discovery.etcd import Etcd  # with requests and etcd3gw, which other fleets do not wait for
+
+        environment = command.server_env(os.environ, self.options, self.topology.instances[0], first_rank=0)
+        options = transfer.read(environment).etcd
+        assert options is not None
+        etcd = Etcd(options)
+        try:
+            there = etcd.read(f"{options.prefix}/").records
+        except DiscoveryError as error:
+            raise StartError(f"--etcd {self.options.etcd} cannot be used: {error}; start etcd first") from None
+        finally:
+            etcd.close()
+        if there:
+            self._say(
+                f"etcd has {len(there)} servers under {options.prefix} already, which the router will use, too: "
+                f"{', '.join(sorted(there))}"
+            )
 
     def _check_platform(self) -> None:
         status = enable.status()

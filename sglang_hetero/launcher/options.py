@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from sglang_hetero.discovery.settings import parse_endpoints
 from sglang_hetero.errors import OptionError
 from sglang_hetero.layout.window import ConvLayout
 
@@ -15,10 +16,14 @@ DEFAULT_CHUNK = 8192
 
 
 class Router(StrEnum):
-    """Which router of sglang-router stands before a prefill/decode pair."""
+    """What stands before prefill and decode servers."""
 
     MINI = "mini"
+    """sglang-router's mini load balancer."""
     RUST = "rust"
+    """Its production router."""
+    HETERO = "hetero"
+    """`sglang-hetero router` (docs/router.md)."""
 
 
 class DType(StrEnum):
@@ -44,6 +49,7 @@ class Options:
     mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed), 0 for
     a free one. chunk: largest number of prompt tokens in one prefill step, 0 for `default_chunk`. max_requests: those
     that run at the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if missing.
+    etcd: host:port where servers register and the router looks for them; empty: it is given their URLs.
     prefill_env, decode_env: variables of the environment of the servers of one role, names and values.
     """
 
@@ -57,6 +63,7 @@ class Options:
     max_tokens: int = 20480
     max_requests: int = 8
     router: Router = Router.MINI
+    etcd: str = ""
     host: str = "127.0.0.1"
     port: int = 0
     start_seconds: float = 600.0
@@ -84,6 +91,7 @@ class Options:
             if not value > 0:  # this way round NaN is refused, too
                 raise OptionError(f"{option} {value}: must be larger than 0")
         self._check_host()
+        self._check_etcd()
         if self.radix_cache and self.page_size != 1:
             raise OptionError(
                 f"--radix-cache with --page-size {self.page_size}: SGLang's prefix cache for linear state works with "
@@ -98,6 +106,18 @@ class Options:
         """Raise `OptionError` for what `model` cannot do."""
         if self.mtp and not model.mtp_layers:
             raise OptionError(f"--mtp {self.mtp}: {model.name} has no MTP layer; use --mtp 0 or another model")
+
+    def _check_etcd(self) -> None:
+        if not self.etcd:
+            return
+        if self.router is not Router.HETERO:
+            raise OptionError(
+                f"--etcd {self.etcd}: the router {self.router.value} cannot follow it; add --router hetero"
+            )
+        try:
+            parse_endpoints(self.etcd)
+        except ValueError as error:
+            raise OptionError(f"--etcd {self.etcd}: must be host:port of etcd, several with commas ({error})") from None
 
     def _check_host(self) -> None:
         try:

@@ -33,8 +33,9 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """failures, successes: in a row. Times in seconds: between probes of a healthy server, and before an evicted one is
-    asked again, at first and at most; it doubles with each failure. A suspect one waits as long for its return."""
+    """failures, successes: in a row. Times in seconds. interval: between probes of a healthy server, and at most of an
+    evicted one, which is asked again after `backoff`, and after twice as long with each failure. A suspect one waits as
+    long for its return, `max_backoff` at most."""
 
     failures: int = 3
     successes: int = 2
@@ -130,7 +131,8 @@ class Health:
         if self.state in (State.EVICTED, State.PROBING) or self._lost >= self._limits.failures:
             self.state, self.cause, self._fresh = State.EVICTED, cause, False
             self._evictions += 1
-            self.next_probe = now + self._backoff(self._evictions)
+            # Never less often than a healthy one: it may be back at any time, and a probe costs nothing.
+            self.next_probe = now + min(self._backoff(self._evictions), self._limits.interval)
             return
         self.state, self.cause, self._fresh = State.SUSPECT, cause, False
         self.next_probe = now + self._limits.backoff

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_hetero import cli
+from sglang_hetero.discovery.etcd import Held, Listing
 from sglang_hetero.launcher import flags
 from sglang_hetero.launcher import fleet as fleet_module
 from sglang_hetero.launcher.fleet import LOG_BYTES
@@ -76,6 +77,9 @@ def test_busy_port(capsys, tmp_path):
         (("--host", "nohost"), "--host nohost: must be an IPv4 address"),
         (("--host", "::1"), "--host ::1: must be an IPv4 address"),
         (("--host", "0.0.0.0"), "--host 0.0.0.0: prefill and decode meet at this address"),
+        (("--etcd", "127.0.0.1:2379"), "the router mini cannot follow it; add --router hetero"),
+        (("--router", "rust", "--etcd", "127.0.0.1:2379"), "the router rust cannot follow it; add --router hetero"),
+        (("--router", "hetero", "--etcd", "nonsense"), "--etcd nonsense: must be host:port of etcd"),
         # TEST-NET-1: an address that no machine has (RFC 5737).
         (("--host", "192.0.2.1"), "--host 192.0.2.1: this machine cannot listen there"),
     ],
@@ -94,6 +98,30 @@ def test_options_that_cannot_work(capsys, tmp_path, arguments, reason):
 )
 def test_variables_of_a_role_that_cannot_work(capsys, topology, variable, reason):
     assert reason in fails(capsys, "up", topology, "--decode-env", variable)
+
+
+def test_an_etcd_that_is_not_there(capsys, tmp_path):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        line = fails(capsys, "up", "p2_d1", "--router", "hetero", "--etcd", address, "--log-dir", str(tmp_path))
+    assert f"--etcd {address} cannot be used: " in line
+    assert "start etcd first" in line
+
+
+def test_one_server_has_no_router_that_follows_etcd(capsys):
+    line = fails(capsys, "up", "mixed_tp1", "--router", "hetero", "--etcd", "127.0.0.1:2379")
+    assert "--etcd: mixed_tp1 is one server without a router" in line
+
+
+def test_who_is_in_etcd_already_is_told(capsys, tmp_path, monkeypatch):
+    """The router of a fleet would use them: a fleet that was killed a moment ago, or another one."""
+    key = "/sglang-hetero/prefill/10.0.0.1:1"
+    monkeypatch.setattr("sglang_hetero.discovery.etcd.Etcd.read", lambda *_: Listing(1, {key: Held(b"{}", 1)}))
+    given = ("--router", "hetero", "--etcd", "127.0.0.1:1", "--log-dir", str(tmp_path))
+    with pytest.raises(AssertionError, match="a process was started"):
+        cli.main(("up", "p2_d1", *given))
+    assert f"1 servers under /sglang-hetero already, which the router will use, too: {key}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["SGLANG_HETERO", "=off", "1X=2", "A B=1"])

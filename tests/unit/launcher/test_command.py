@@ -1,5 +1,6 @@
 """Command lines of servers and routers: what the topology and options turn into."""
 
+import argparse
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from sglang_hetero.launcher import command, topology
 from sglang_hetero.launcher.command import Endpoint
 from sglang_hetero.launcher.options import DType, Options, Router
 from sglang_hetero.layout.window import ConvLayout
+from sglang_hetero.router import command as routers
 
 ENDPOINT = Endpoint("127.0.0.1", 20000, 20001, bootstrap_port=20002, dist_port=20010)
 
@@ -121,12 +123,41 @@ def test_every_server_of_a_fleet_has_cpus_of_its_own(monkeypatch):
     assert [env["SGLANG_CPU_OMP_THREADS_BIND"] for env in envs] == ["0|1", "2|3", "4|5"]
 
 
-def test_router_lines():
+def router(options: Options) -> str:
     prefills = [ENDPOINT, replace(ENDPOINT, port=20100, bootstrap_port=20102)]
     decodes = [replace(ENDPOINT, port=20200, bootstrap_port=None)]
-    mini = command.router_command(Router.MINI, "127.0.0.1", 30000, prefills, decodes)
-    assert "--mini-lb" in mini
-    joined = " ".join(mini)
-    assert "--prefill http://127.0.0.1:20000 20002 --prefill http://127.0.0.1:20100 20102" in joined
-    assert "--decode http://127.0.0.1:20200" in joined
-    assert "--mini-lb" not in command.router_command(Router.RUST, "127.0.0.1", 30000, prefills, decodes)
+    return " ".join(command.router_command(options, 30000, prefills, decodes))
+
+
+@pytest.mark.parametrize("kind", Router)
+def test_every_router_is_given_the_urls(kind):
+    line = router(Options(router=kind))
+    assert "--host 127.0.0.1 --port 30000" in line
+    assert "--prefill http://127.0.0.1:20000 20002 --prefill http://127.0.0.1:20100 20102" in line
+    assert "--decode http://127.0.0.1:20200" in line
+    assert ("--mini-lb" in line) == (kind is Router.MINI)
+    assert ("sglang_hetero router" in line) == (kind is Router.HETERO)
+
+
+def test_servers_and_router_meet_in_etcd():
+    options = Options(router=Router.HETERO, etcd="127.0.0.1:2379")
+    line = router(options)
+    assert "--etcd 127.0.0.1:2379" in line and "20000" not in line and "20200" not in line
+    prefill = topology.parse("p2_d1").instances[0]
+    shell = {"SGLANG_HETERO_ETCD": "10.0.0.1:1", "SGLANG_HETERO_ETCD_PREFIX": "/team"}
+    env = command.server_env(shell, options, prefill, 0)
+    assert (env["SGLANG_HETERO_ETCD"], env["SGLANG_HETERO_ETCD_PREFIX"]) == ("127.0.0.1:2379", "/team")
+    assert command.server_env(shell, Options(), prefill, 0)["SGLANG_HETERO_ETCD"] == "10.0.0.1:1"
+    assert "SGLANG_HETERO_ETCD" not in command.server_env({}, Options(), prefill, 0)
+
+
+def test_the_routers_own_command_takes_its_line():
+    """What the launcher gives it are flags that it has."""
+    parser = argparse.ArgumentParser()
+    routers.add_parser(parser.add_subparsers())
+    for options in (Options(router=Router.HETERO), Options(router=Router.HETERO, etcd="127.0.0.1:2379")):
+        given = router(options).split()
+        arguments = parser.parse_args(given[given.index("sglang_hetero") + 1 :])
+        assert (arguments.host, arguments.port) == ("127.0.0.1", 30000)
+        assert arguments.etcd == (options.etcd or None)
+        assert [pair[1] for pair in arguments.prefill] == ([] if options.etcd else ["20002", "20102"])

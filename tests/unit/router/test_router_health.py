@@ -64,6 +64,16 @@ def test_probes_that_fail_in_a_row_evict() -> None:
     assert (health.state, health.tier) == (State.EVICTED, None)
 
 
+def test_an_evicted_server_is_asked_as_often_as_a_healthy_one_at_least() -> None:
+    clock = Clock()
+    health = Health(Limits(interval=3.0, backoff=1.0, max_backoff=8.0), clock)
+    waits = []
+    for _ in range(5):
+        health.probe_failed("connection refused")
+        waits.append(health.next_probe - clock.now)
+    assert waits == [1, 2, 3, 3, 3]
+
+
 def test_only_failures_in_a_row_count() -> None:
     health, _ = healthy()
     for _ in range(10):
