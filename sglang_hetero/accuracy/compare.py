@@ -82,7 +82,8 @@ class Difference:
 @dataclass(frozen=True)
 class Scores:
     """Who was right, of the questions that both answered in their first pass. difference: url minus reference;
-    p: McNemar's; detectable: the loss that would probably have been found, None if none would."""
+    p: McNemar's; detectable: the loss that would probably have been found, None if none would, since there are too few
+    questions or the reference has too few right answers to lose."""
 
     pairs: Pairs
     difference: float
@@ -158,12 +159,14 @@ def _scores(both: Sequence[Sequence[Answer]]) -> Scores:
     pairs = Pairs(kinds[True, True], kinds[True, False], kinds[False, True], kinds[False, False])
     # Of the two ways to differ, the rarer one bounds what is noise; the rest may be the loss that is looked for.
     unsteady = 2 * min(pairs.one, pairs.other) / pairs.total if pairs.total else 0.0
+    detectable = stats.minimum_detectable(pairs.total, unsteady)
+    most = (pairs.both + pairs.other) / pairs.total if pairs.total else 0.0
     return Scores(
         pairs=pairs,
         difference=pairs.difference,
         interval=stats.newcombe_paired(pairs),
         p=stats.mcnemar(pairs.one, pairs.other),
-        detectable=stats.minimum_detectable(pairs.total, unsteady),
+        detectable=detectable if detectable is not None and detectable <= most else None,
     )
 
 

@@ -35,6 +35,8 @@ MAX_FILE = 512 << 20
 """Bytes of a file of answers: 14,042 questions of MMLU with long thinking are below."""
 LOG_SHOWN = 400
 """Characters of a harness's log, from its end, that an error quotes."""
+MAX_LINES = 3
+"""Of it."""
 STOP_SECONDS = 10.0
 """For a harness to end after SIGTERM."""
 LOOK_SECONDS = 0.1
@@ -291,6 +293,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 def _end(log: Path) -> str:
     """Its last words."""
     with log.open("rb") as source:
-        source.seek(max(0, log.stat().st_size - 4 * LOG_SHOWN))
-        said = source.read().decode(errors="replace").strip()
-    return f"it said last: {shorten(said[-LOG_SHOWN:], LOG_SHOWN)}" if said else "it said nothing"
+        source.seek(max(0, log.stat().st_size - MAX_LINES * LOG_SHOWN))
+        said = source.read().decode(errors="replace").split("\n")
+    last = " | ".join([line.strip() for line in said if line.strip()][-MAX_LINES:])
+    return f"it said last: {ascii(last)[1:-1][-LOG_SHOWN:]}" if last else "it said nothing"

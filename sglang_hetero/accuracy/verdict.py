@@ -67,7 +67,10 @@ def _score(scores: Scores) -> str:
             "reference."
         )
     if scores.detectable is None:
-        return f"Score: no difference found, {what}, but {pairs.total} questions are too few to find any."
+        return (
+            f"Score: no difference found, {what}, but {pairs.both + pairs.other} right answers of the reference to "
+            f"{pairs.total} questions are too few to find any loss."
+        )
     return (
         f"Score: no difference found, {what}. A loss of {points(scores.detectable, sign=False)} or more would probably "
         f"have been found ({POWER:.0%} of such runs)."

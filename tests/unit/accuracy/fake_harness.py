@@ -33,7 +33,7 @@ def post(url, body, key):
 def begin():
     fault = chosen_fault()
     if fault == "crash":
-        sys.exit("Traceback: no data set at https://data.example")
+        sys.exit("x" * 10_000 + "\nLoading\n\n  Traceback: no data set at \x1bhttps://data.example")
     if fault == "hang":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(os.environ["FAKE_HARNESS_CHILD"]).write_text(str(child.pid))

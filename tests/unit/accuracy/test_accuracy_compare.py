@@ -64,7 +64,18 @@ def test_a_loss_is_found_with_who_was_right():
 
 def test_few_questions_claim_nothing():
     good, worse = one_pass(*["good"] * 5), one_pass(*["bad"] * 5)
-    assert "5 questions are too few to find any" in sentences(compare([worse, worse], [good, good]))[0]
+    said = sentences(compare([worse, worse], [good, good]))[0]
+    assert said.endswith("but 5 right answers of the reference to 5 questions are too few to find any loss.")
+
+
+def test_who_knows_nothing_can_lose_nothing():
+    """100 questions would find a loss of 7.8 points, were there any to lose."""
+    hopeless = one_pass(*["good"] * 7, *["bad"] * 93)
+    compared = compare([hopeless] * 2, [hopeless] * 2)
+    assert compared.scores.detectable is None
+    assert "7 right answers of the reference to 100 questions are too few" in sentences(compared)[0]
+    able = one_pass(*["good"] * 8, *["bad"] * 92)
+    assert compare([able] * 2, [able] * 2).scores.detectable == pytest.approx(0.0779, abs=1e-4)
 
 
 def test_noise_of_one_configuration_is_told_apart():

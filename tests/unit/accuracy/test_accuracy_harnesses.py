@@ -146,12 +146,12 @@ def test_each_endpoint_gets_its_key(installed, run, program):
 @pytest.mark.parametrize(
     ("program", "fault", "reason"),
     [
-        ("sgl-eval", "crash", "exit status 1; it said last: 'Traceback: no data set at https://data.example'"),
+        ("sgl-eval", "crash", "| Loading | Traceback: no data set at \\x1bhttps://data.example"),
         ("sgl-eval", "partial", "ended before all questions were asked"),
         ("sgl-eval", "lost", "its metrics.json counts 5 questions, its answers are 4"),
         ("sgl-eval", "garbage", "missing required field `symbolic_correct`"),
         ("sgl-eval", "nothing", "it wrote 0 files sgl_eval_gsm8k_*/metrics.json"),
-        ("lm-eval", "crash", "exit status 1; it said last: 'Traceback: no data set at https://data.example'"),
+        ("lm-eval", "crash", "| Loading | Traceback: no data set at \\x1bhttps://data.example"),
         ("lm-eval", "bleu", "none of its metrics ['exact_match'] is 0 or 1"),
     ],
 )
