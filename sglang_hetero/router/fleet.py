@@ -242,10 +242,10 @@ class Fleet:
                 await asyncio.sleep(self._limits.backoff)
 
     async def _probe(self, server: Server) -> None:
-        before = server.health.state
         try:
             await self._asker.healthy(server.instance)
         except HeteroError as error:
+            before = server.health.state  # not what it was when the question was asked
             server.health.probe_failed(str(error))
             server.doubt()
             self._tell(server, before)

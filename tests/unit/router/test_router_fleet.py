@@ -21,8 +21,9 @@ from sglang_hetero.layout.manifest import Side
 from sglang_hetero.router import ask, fleet
 from sglang_hetero.router.health import Limits
 from sglang_hetero.router.pairing import Pairing
+from sglang_hetero.router.policy import RoundRobin
 from tests.unit.discovery.servers import manifests
-from tests.unit.router.fakes import DONE, LIMIT, FakeServer, event, run, soon, standing, token
+from tests.unit.router.fakes import DONE, LIMIT, Changing, FakeServer, event, run, soon, standing, token
 
 BODY = {"text": "What is a shard?", "stream": False}
 
@@ -175,6 +176,47 @@ def test_a_verdict_that_comes_after_a_restart_is_not_about_the_new_server(monkey
     finally:
         for gate in gates:
             gate.set()
+
+
+def test_an_eviction_is_told_once_though_a_probe_was_under_way(caplog) -> None:
+    """As when a process dies: its connections break, and the probe that was asked fails after them."""
+
+    async def test() -> None:
+        asked, silent = asyncio.Event(), asyncio.Event()
+
+        class Silent:
+            async def healthy(self, _: Instance) -> None:
+                asked.set()
+                await silent.wait()
+                raise ask.NoAnswer("nobody there")
+
+        prefill = Instance(role=Side.PREFILL, url="http://127.0.0.1:1")
+        made = fleet.Fleet(
+            Changing(prefill),
+            Silent(),
+            policy=RoundRobin(),
+            pairing=Pairing(),
+            limits=Limits(),
+            clock=asyncio.get_running_loop().time,
+        )
+        await made.start()
+        try:
+            await asked.wait()
+            (server,) = made.servers
+            server.health.probe_answered()
+            for _ in range(3):
+                made.failed(server, "the connection broke", fleet.LOST)
+            silent.set()
+            async with asyncio.timeout(LIMIT):
+                while server.health.cause == "the connection broke":
+                    await asyncio.sleep(0.01)
+        finally:
+            await made.close()
+
+    with caplog.at_level(logging.INFO):
+        run(test)
+    told = [line.partition(" was ")[2] for line in caplog.messages if " was " in line]
+    assert told == ["healthy, is suspect: the connection broke", "suspect, is evicted: the connection broke"]
 
 
 def test_a_server_that_was_evicted_gets_nothing_until_it_has_told_anew() -> None:
