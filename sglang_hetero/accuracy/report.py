@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from . import verdict
@@ -36,7 +37,7 @@ class Task:
     passes: Sequence[Sequence[Pass]]
     groups: Sequence[Group] = ()
 
-    @property
+    @cached_property
     def comparison(self) -> Comparison | None:
         """With the reference."""
         return compare(self.passes[0], self.passes[1]) if len(self.passes) > 1 else None

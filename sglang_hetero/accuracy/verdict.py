@@ -73,7 +73,7 @@ def _score(scores: Scores) -> str:
         )
     return (
         f"Score: no difference found, {what}. A loss of {points(scores.detectable, sign=False)} or more would probably "
-        f"have been found ({POWER:.0%} of such runs)."
+        f"have been found ({whole(POWER)} of such runs)."
     )
 
 
@@ -85,7 +85,7 @@ def _outputs(outputs: Outputs) -> str:
     if not shared.count and finding is Finding.NONE:
         return (
             f"Outputs: all {shared.total} are equal. If {percent(seen_rate(shared.total))} or more of such questions "
-            f"differed, at least one would have ({LEVEL:.0%})."
+            f"differed, at least one would have ({whole(LEVEL)})."
         )
     said = f"Outputs: {counted(shared)} differ"
     if outputs.url is None or outputs.reference is None or outputs.p is None or not outputs.complete:
@@ -120,6 +120,11 @@ def percent(rate: float) -> str:
     return f"{100 * rate:.1f} %"
 
 
+def whole(rate: float) -> str:
+    """As `95 %`."""
+    return f"{100 * rate:.0f} %"
+
+
 def points(rate: float, sign: bool = True) -> str:
     """A difference of rates, as `-0.5 points`."""
     return f"{100 * rate:{'+' if sign else ''}.1f} points"
@@ -127,4 +132,4 @@ def points(rate: float, sign: bool = True) -> str:
 
 def between(interval: Interval) -> str:
     """An interval of a difference of rates, as `95 %: -1.2 to +0.3`."""
-    return f"{LEVEL:.0%}: {100 * interval.low:+.1f} to {100 * interval.high:+.1f}"
+    return f"{whole(LEVEL)}: {100 * interval.low:+.1f} to {100 * interval.high:+.1f}"

@@ -43,9 +43,9 @@ def test_equal_outputs_say_how_rare_a_difference_must_be():
     assert (score_finding(compared.scores), output_finding(compared.outputs)) == (Finding.NONE, Finding.NONE)
     said = sentences(compared)
     assert said == [
-        "Score: no difference found, +0.0 points (95%: -3.7 to +3.7, McNemar's p = 1). A loss of 7.8 points or more "
-        "would probably have been found (80% of such runs).",
-        "Outputs: all 100 are equal. If 3.0 % or more of such questions differed, at least one would have (95%).",
+        "Score: no difference found, +0.0 points (95 %: -3.7 to +3.7, McNemar's p = 1). A loss of 7.8 points or more "
+        "would probably have been found (80 % of such runs).",
+        "Outputs: all 100 are equal. If 3.0 % or more of such questions differed, at least one would have (95 %).",
     ]
 
 
@@ -56,7 +56,7 @@ def test_a_loss_is_found_with_who_was_right():
     assert score_finding(compare([good], [worse]).scores) is Finding.HIGHER
     assert compared.scores.difference == -0.4
     assert (compared.scores.pairs.both, compared.scores.pairs.one, compared.scores.pairs.other) == (12, 0, 8)
-    assert sentences(compared)[0].startswith("Score: lower than the reference by -40.0 points (95%: -")
+    assert sentences(compared)[0].startswith("Score: lower than the reference by -40.0 points (95 %: -")
     assert "alone right were 0 times the endpoint, 8 times the reference" in sentences(compared)[0]
     assert output_finding(compared.outputs) is Finding.BEYOND
     assert "more than same-configuration noise explains" in sentences(compared)[1]
