@@ -21,6 +21,9 @@ BYTES_PER_TOKEN = 4
 comparing loads."""
 DEFAULT_NEW_TOKENS = 128
 """SGLang's max_new_tokens where a request does not say it."""
+MAX_NEW_TOKENS = 4096
+"""Of one answer, for comparing loads: SGLang counts no more, either, when it reckons what a request will need
+(SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION). Clients ask for any number, of thousands of digits, too."""
 ROOMS = 2**63 - 1
 """Rooms are signed 64-bit numbers."""
 MAX_PROMPTS = 1 << 16
@@ -190,7 +193,7 @@ def _asked(source: Body) -> int:
     for name in ("max_new_tokens", "max_completion_tokens", "max_tokens"):
         value = source.get(name)
         if isinstance(value, int) and value >= 0:
-            return value
+            return min(value, MAX_NEW_TOKENS)
     return DEFAULT_NEW_TOKENS
 
 

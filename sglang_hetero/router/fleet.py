@@ -414,7 +414,7 @@ class Fleet:
         if not usable:
             raise NoPair(self.why_none(model))
         prefill, decode = self._chosen(cheapest(usable, avoid), prompt)
-        lease = Lease(prefill, decode, prompt, prompt + new)
+        lease = Lease(prefill, decode, _held(prefill, prompt), _held(decode, prompt + new))
         prefill.load.add(lease.prefill_tokens)
         decode.load.add(lease.decode_tokens)
         return lease
@@ -459,6 +459,11 @@ class Fleet:
             reasons.append(f"do not fit: {refusal}")
         said = "; ".join(reasons) or "those that have come have not been looked at yet"
         return f"no pair of servers can be used: {said}; GET /hetero/pairs has all reasons"
+
+
+def _held(server: Server, tokens: int) -> int:
+    """What a request of so many tokens takes of a server: not more than it can hold at a time."""
+    return min(tokens, server.instance.tokens or tokens)
 
 
 def _some(servers: Sequence[Server], why: Callable[[Server], str]) -> str:

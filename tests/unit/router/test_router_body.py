@@ -167,6 +167,8 @@ def test_the_length_of_prompts(body, tokens: int) -> None:
     ("body", "tokens"),
     [
         ({"sampling_params": {"max_new_tokens": 7}}, 7),
+        ({"sampling_params": {"max_new_tokens": 10**400}}, 4096),
+        ({"text": ["a", "b"], "sampling_params": {"max_new_tokens": 10**15}}, 8192),
         ({"text": ["a", "b"], "sampling_params": {"max_new_tokens": 7}}, 14),
         ({"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 7}, {"max_new_tokens": 1}]}, 8),
         ({"max_tokens": 9}, 9),
