@@ -201,14 +201,12 @@ class Endpoint:
         try:
             with requests.Session() as session:
                 session.trust_env = False  # a proxy of the environment must not see loopback
-                with session.request(
-                    method,
-                    f"{self.url}{path}",
-                    json=body,
-                    headers=headers,
-                    stream=True,
-                    allow_redirects=False,
-                    timeout=(min(CONNECT_SECONDS, self.seconds), self.seconds),
+                request = session.prepare_request(
+                    requests.Request(method, f"{self.url}{path}", headers=headers, json=body)
+                )
+                # Not session.send: it would follow a redirection, or read all of its body, however long.
+                with session.get_adapter(self.url).send(
+                    request, stream=True, timeout=(min(CONNECT_SECONDS, self.seconds), self.seconds)
                 ) as reply:
                     # Without read1 (urllib3 1) a piece is only whole when PIECE bytes have come.
                     read = getattr(reply.raw, "read1", reply.raw.read)

@@ -35,11 +35,12 @@ def completed(text: str) -> dict:
 
 class Fake:
     """answer(prompt, turn) is asked for each prompt, the turn-th time that it comes from 0; it gives a text, an object
-    or bytes, and may give a pair of a status and one of these. routes: what there is beside /v1/models."""
+    or bytes, and may give a pair of a status and one of these. routes: what there is beside /v1/models; headers: of
+    every answer."""
 
-    def __init__(self, answer=None, routes=("/generate", "/flush_cache"), model="fake", key=None):
+    def __init__(self, answer=None, routes=("/generate", "/flush_cache"), model="fake", key=None, headers=()):
         self.answer = answer or (lambda prompt, _turn: truth(prompt))
-        self.routes, self.model, self.key = routes, model, key
+        self.routes, self.model, self.key, self.headers = routes, model, key, headers
         self.turns, self.calls, self.lock = Counter(), [], threading.Lock()
         self.url = ""
 
@@ -81,6 +82,8 @@ def serving(fake: Fake):
             data = said if isinstance(said, bytes) else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
+            for name, value in fake.headers:
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(data)
 

@@ -117,8 +117,19 @@ def test_what_is_no_completion_is_an_error(said, reason):
 def test_an_answer_is_not_unpacked():
     """Some bytes of gzip may be gigabytes."""
     packed = gzip.compress(json.dumps(generated("1")).encode())
-    with serving(Fake(lambda *_: packed)) as fake, pytest.raises(AccuracyError, match="unexpected answer"):
-        connected(fake).ask("QK=", 8)
+    packing = Fake(lambda *_: packed, headers=[("Content-Encoding", "gzip")])
+    with serving(packing) as fake, pytest.raises(AccuracyError, match="unexpected answer"):
+        Endpoint(fake.url, path="/generate").ask("QK=", 8)
+
+
+def test_a_redirection_is_not_followed():
+    """It would answer for somebody else. Its body is bounded like any other."""
+    with serving(Fake(lambda *_: "1")) as other:
+        for body, said in ((b"elsewhere", "HTTP 307: 'elsewhere'"), (b" " * (MAX_ANSWER + 1), "longer than")):
+            away = Fake(lambda *_, body=body: (307, body), headers=[("Location", f"{other.url}/generate")])
+            with serving(away) as fake, pytest.raises(AccuracyError, match=said):
+                Endpoint(fake.url, path="/generate").ask("QK=", 8)
+    assert other.calls == []
 
 
 def test_a_trickle_of_bytes_ends_with_the_time():
