@@ -56,7 +56,7 @@ ASKS = (
 
 def stopping_at(token: int) -> Ask:
     """One that ends at a token that the plain answer has."""
-    return Ask("a token that ends the answer", sampling={"stop_token_ids": [token]})
+    return Ask("a token that ends the answer", sampling={"stop_token_ids": [token], "ignore_eos": False})
 
 
 def send(url: str, ask: Ask) -> list[dict[str, Any]]:
@@ -67,6 +67,22 @@ def send(url: str, ask: Ask) -> list[dict[str, Any]]:
     assert answer.status_code == requests.codes.ok, f"{ask.name}: HTTP {answer.status_code}: {answer.text[:500]}"
     said = answer.json()
     return said if isinstance(said, list) else [said]
+
+
+def through_a_hand_over(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is left of an undivided server's answers where prefill and decode are two.
+
+    SGLang's prefill does not hand the log-probabilities of chosen tokens over, so the first place has none
+    (disaggregation/decode.py, `Prefill omits these scores`).
+    """
+    name = "output_token_ids_logprobs"
+    found = []
+    for answer in answers:
+        meta = dict(answer["meta_info"])
+        if meta.get(name):
+            meta[name] = [None, *meta[name][1:]]
+        found.append({**answer, "meta_info": meta})
+    return found
 
 
 def differences(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> Iterator[str]:
