@@ -26,6 +26,4 @@ def served(request: pytest.FixtureRequest, server_logs: Path) -> Iterator[Served
         yield fleet
         fleets.stop(fleet)
     finally:
-        fleet.launcher.kill()
-        fleet.launcher.wait()
-        fleet.launcher.stdout.close()
+        fleet.end()

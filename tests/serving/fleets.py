@@ -20,6 +20,7 @@ from sglang_hetero import models
 from sglang_hetero.client import Client, Generation
 from sglang_hetero.state.report import State, decode_state
 from tests.reference import Continuation, Speculation, greedy, greedy_with_mtp
+from tests.unit.discovery.etcd_server import EtcdServer
 
 # A busy machine needs several times the 20 to 45 s of a quiet one. Below pytest's own limit per test.
 START_SECONDS = 500
@@ -43,7 +44,8 @@ class Setup:
     """What to start: a topology and the options of `sglang-hetero up` that differ from its defaults.
 
     end: the signal that ends the launcher; it never reaches the servers themselves. chunk: tokens of a prefill step.
-    prefill, decode: environment of the servers of one role, NAME=VALUE.
+    etcd: servers and router meet in an etcd of their own. prefill, decode: environment of the servers of one role,
+    NAME=VALUE.
     """
 
     topology: str
@@ -53,6 +55,7 @@ class Setup:
     options: tuple[str, ...] = ()
     end: signal.Signals = signal.SIGTERM
     chunk: int = CHUNK
+    etcd: bool = False
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
 
@@ -62,15 +65,17 @@ class Setup:
         parts += [self.model] if self.model != "tiny" else []
         parts += ["window-first"] if self.conv_layout == "window_first" else []
         parts += [option.strip("-") for option in self.options]
+        parts += ["etcd"] if self.etcd else []
         parts += [value.removeprefix("SGLANG_HETERO").strip("_").lower() for value in (*self.prefill, *self.decode)]
         return "-".join(parts)
 
-    def command(self, log_dir: Path) -> list[str]:
+    def command(self, log_dir: Path, etcd: EtcdServer | None) -> list[str]:
         return [
             *(sys.executable, "-m", "sglang_hetero", "up", self.topology, "--json"),
             *("--mtp", str(self.mtp), "--model", self.model, "--conv-layout", self.conv_layout),
             *("--chunk", str(self.chunk), "--start-seconds", str(START_SECONDS), "--log-dir", str(log_dir)),
             *self.options,
+            *(("--etcd", etcd.address) if etcd else ()),
             *(word for value in self.prefill for word in ("--prefill-env", value)),
             *(word for value in self.decode for word in ("--decode-env", value)),
             # Every step tells how many requests it serves.
@@ -120,6 +125,7 @@ class Served:
     setup: Setup
     described: dict[str, Any]
     launcher: subprocess.Popen[bytes]
+    etcd: EtcdServer | None = None
     client: Client = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +163,14 @@ class Served:
         if drafts:
             assert counters(answer) == (expected.meta_info() if isinstance(expected, Speculation) else {}), what
 
+    def end(self) -> None:
+        """Let go of all of it, whatever has become of it."""
+        self.launcher.kill()
+        self.launcher.wait()
+        self.launcher.stdout.close()
+        if self.etcd is not None:
+            self.etcd.kill()
+
     def log(self, role: str) -> str:
         """All that the servers of one role have printed."""
         return "".join(Path(s["log"]).read_text() for s in self.described["servers"] if s["role"] == role)
@@ -171,9 +185,19 @@ def counters(generation: Generation) -> dict[str, Any]:
 def start(setup: Setup, log_dir: Path) -> Served:
     """Start a fleet through the command line and wait until it is ready."""
     log_dir.mkdir(parents=True, exist_ok=True)
+    etcd = EtcdServer(log_dir) if setup.etcd else None
+    try:
+        return _start(setup, log_dir, etcd)
+    except BaseException:
+        if etcd is not None:
+            etcd.kill()
+        raise
+
+
+def _start(setup: Setup, log_dir: Path, etcd: EtcdServer | None) -> Served:
     with open(log_dir / "up.log", "wb") as progress:
         launcher = subprocess.Popen(
-            setup.command(log_dir),
+            setup.command(log_dir, etcd),
             stdout=subprocess.PIPE,
             stderr=progress,
             preexec_fn=_end_with_parent,  # noqa: PLW1509 (no thread of ours runs at that time)
@@ -183,7 +207,7 @@ def start(setup: Setup, log_dir: Path) -> Served:
         line = launcher.stdout.readline()
         if not line:
             raise AssertionError(f"{setup.id} did not start:\n{(log_dir / 'up.log').read_text()[-4000:]}")
-        return Served(setup, json.loads(line), launcher)
+        return Served(setup, json.loads(line), launcher, etcd)
     except BaseException:
         launcher.kill()
         launcher.wait()

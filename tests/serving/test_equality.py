@@ -20,6 +20,9 @@ UNDIVIDED = Setup("mixed_tp1")
 DIVIDED = Setup("p2_d1", conv_layout=WINDOW_FIRST, chunk=1024)
 MIXED_PREFIX_CACHE = Setup("mixed_tp1", mtp=1, model="tiny-moe", options=("--radix-cache",))
 PREFIX_CACHE = Setup("p2_d1", mtp=1, options=("--radix-cache",), decode=(VERIFY,))
+# Behind the router of this package, which follows etcd (test_own_router.py).
+OWN_ROUTER = Setup("p2_d1", mtp=0, model="tiny-gqa", options=("--router", "hetero"), etcd=True)
+TWO_PREFILLS = Setup("p2x2_d2", mtp=1, options=("--router", "hetero"), etcd=True, decode=(ALWAYS,))
 EQUAL = [
     UNDIVIDED,
     DIVIDED,
@@ -27,7 +30,7 @@ EQUAL = [
     Setup("p4_d1", mtp=0, model="tiny-moe", options=PAGES_OF_64, decode=(PULL,)),
     Setup("p1_d2", mtp=1, model="tiny-gqa2", conv_layout=WINDOW_FIRST, decode=(PULL,)),
     Setup("p3_d2", model="tiny-h6", options=PAGES_OF_128, prefill=(AT_THE_END,)),
-    Setup("p2_d1", mtp=0, model="tiny-gqa"),
+    OWN_ROUTER,
     Setup("p2_d2", mtp=5, model="tiny-next", decode=(ALWAYS,), end=signal.SIGKILL),
     Setup("p2_d2dp2", model="tiny-moe", options=PAGES_OF_64, end=signal.SIGINT),
     # SGLang's own path; also the smoke test of sglang-router's production router.
@@ -54,8 +57,9 @@ MORE = [
     Setup("p1_d4", mtp=3, options=PAGES_OF_128, decode=(VERIFY,)),
     Setup("p2_d3", model="tiny-h6", conv_layout=WINDOW_FIRST, decode=(PULL,)),
     Setup("p2_d2", mtp=0),
-    Setup("p2x2_d2", mtp=1, decode=(ALWAYS,)),
-    Setup("p2p4_d1", mtp=1),
+    TWO_PREFILLS,
+    # The router is given the URLs.
+    Setup("p2p4_d1", mtp=1, options=("--router", "hetero")),
 ]
 BFLOAT16 = Setup("p2_d1", options=("--dtype", "bfloat16"))
 # Seven bits of mantissa moved the log-probabilities of these models by up to 0.05. A small fault hides in that: the
@@ -95,7 +99,7 @@ def test_requests_at_the_same_time(served):
     assert max(together, default=0) > 1, "the requests were served one after the other"
 
 
-@pytest.mark.parametrize("served", [UNDIVIDED, DIVIDED], ids=lambda setup: setup.id, indirect=True)
+@pytest.mark.parametrize("served", [UNDIVIDED, DIVIDED, OWN_ROUTER], ids=lambda setup: setup.id, indirect=True)
 def test_chat_streams_the_text_of_the_same_prompt(served):
     """/v1/chat/completions applies the chat template; /generate of the templated text must say the same."""
     from transformers import AutoTokenizer
