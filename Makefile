@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup ascend-env demo test test-full unit mutants faults lint format bench bench-small clean
+.PHONY: help setup ascend-env demo test test-full unit mutants faults lint format bench bench-small failover clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
@@ -23,6 +23,8 @@ help:
 	@echo "             operations beside a memcpy of the same bytes"
 	@echo "make bench-small"
 	@echo "             the five topologies under load, scaled down to about 20 minutes; writes a report, can be resumed"
+	@echo "make failover"
+	@echo "             a prefill server and etcd are killed under load on real servers, about 10 minutes; writes a report"
 	@echo "make clean   remove .venv, .venv-ascend and $(OUT)/"
 
 setup:
@@ -68,6 +70,9 @@ bench: setup
 
 bench-small: setup
 	@$(BIN)/python -m bench_serving.matrix --scale small --out $(OUT)/matrix-small
+
+failover: setup
+	@$(BIN)/python -m bench_serving.failover --out $(OUT)/failover --log-dir $(OUT)/failover/logs
 
 clean:
 	rm -rf .venv .venv-ascend .venv.lock $(OUT)
