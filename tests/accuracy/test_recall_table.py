@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from sglang_hetero.reshard.plan import plan
 from sglang_hetero.transfer import merger, reception
 
 from . import __main__ as command
-from . import document, summary
+from . import document, run, summary
 from .faults import FOLDER, Injection, MergeFault, counted, faults
 from .injected import merge_faults
 from .plan import BROKEN, UNDIVIDED, Row, fleets, only, rows
@@ -113,14 +114,17 @@ def test_blocks_stay_as_the_sources_sent_them():
         assert np.array_equal(world.pool(*key), was), key
 
 
-@pytest.mark.parametrize(("decode", "rank", "hit"), [(1, 0, True), (2, 0, True), (2, 1, False)])
-def test_one_head_of_the_whole_model_is_lost(decode, rank, hit):
+@pytest.mark.parametrize(
+    ("decode", "rank", "head", "local"), [(1, 0, 0, 0), (1, 0, 5, 5), (2, 0, 0, 0), (2, 1, 0, None), (2, 1, 5, 1)]
+)
+def test_one_head_of_the_whole_model_is_lost(decode, rank, head, local):
+    """local: which one it is at the rank, None if another rank has it."""
     world = World(1, decode, rank, ConvLayout.CHANNELS_FIRST)
     before = world.everything()
-    touched = world.strike(FAULTS["ssm-head"], "ssm", 0)
-    assert touched == (3 * 2 if hit else 0)
-    if hit:
-        before[Role.SSM, 0][SLOT, 0] = 0
+    touched = world.strike(replace(FAULTS["ssm-head"], heads=(head,)), "ssm", 0)
+    assert touched == (0 if local is None else 3 * 2)
+    if local is not None:
+        before[Role.SSM, 0][SLOT, local] = 0
     for key, was in before.items():
         assert np.array_equal(world.pool(*key), was), key
 
@@ -324,6 +328,97 @@ def test_records_are_read_as_they_were_written_and_a_torn_line_is_left_out(tmp_p
     again.add(record(DRAFT, 98))
     last = Records(path)
     assert last.get("p2_d1:draft") == record(DRAFT, 98) and last.get("p2_d1") == record(WHOLE, 99)
+
+
+# --- a run, with servers that are made up -------------------------------------------------------------------------
+
+
+class MadeUpFleet:
+    """In the place of a fleet: remembers that it was started; its decode server's hook tells of every request."""
+
+    started: ClassVar[list[str]] = []
+    now: ClassVar[dict[str, str]] = {}
+    url = "http://nobody"
+
+    def __init__(self, topology, options, say):
+        self.name, self.environment = topology.name, dict(options.decode_env)
+
+    def __enter__(self):
+        MadeUpFleet.started.append(self.name)
+        MadeUpFleet.now = self.environment
+        return self
+
+    def __exit__(self, *_):
+        MadeUpFleet.now = {}
+
+    def check(self):
+        pass
+
+
+def made_up_answers(url, asked, tokens, done=lambda _: None):
+    """All right, unless the hook is told to lose a head; with `conv-kv` in place nothing is drafted well."""
+    fault = {"name": "", "heads": [], "conv": ""}
+    if MadeUpFleet.now:
+        fault = json.loads(Path(MadeUpFleet.now[merge_faults.ORDER]).read_text())
+        hits = [
+            json.dumps({"fault": fault["name"], "room": room, "touched": fault["name"] != "control"})
+            for room in range(1, len(asked) + 1)
+        ]
+        Path(MadeUpFleet.now[merge_faults.HITS]).write_text("\n".join(hits))
+    lost = bool(fault["heads"])
+    return [Answer((7,) * tokens if not lost else (8,) * tokens, not lost, 2, 0 if fault["conv"] else 6) for _ in asked]
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    monkeypatch.setattr(MadeUpFleet, "started", [])
+    monkeypatch.setattr(run, "Fleet", MadeUpFleet)
+    monkeypatch.setattr(run, "ask", made_up_answers)
+    monkeypatch.setattr(command, "raise_on_signals", lambda: None)
+    monkeypatch.setattr(command, "tie_of", lambda *_: lambda *_: False)
+    return MadeUpFleet
+
+
+def test_a_run_starts_each_fleet_once_and_goes_on_where_it_was(made_up, tmp_path, capsys):
+    arguments = ["--model", "tiny", "--per-depth", "8", "--out", str(tmp_path)]
+    assert command.main([*arguments, "--only", "p2_d1:ssm-head", "p2_d1:conv-kv"]) == 0
+    assert made_up.started == [UNDIVIDED, "p2_d1", "p2_d1"]
+    assert "1/1 whole rows equal to the undivided server, 2/2 broken merges seen" in capsys.readouterr().out
+    assert command.main([*arguments, "--only", "p2_d1:control", "p2_d1:ssm-head"]) == 0
+    assert made_up.started == [UNDIVIDED, "p2_d1", "p2_d1", "p2_d1"]
+    found = {each.row.name: each for each in summary.read(tmp_path / "table.json").figures}
+    assert (found["p2_d1:control"].merged, found["p2_d1:control"].hit) == (40, 0)
+    assert found["p2_d1:ssm-head"].hit == 40
+    assert all((tmp_path / f"table.{kind}").stat().st_size for kind in ("csv", "md", "png"))
+    capsys.readouterr()
+    assert command.main([*arguments, "--list", "--only", "p2_d1:draft", "p2_d1:ssm-head"]) == 0
+    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert told["p2_d1:draft"] == "to do" and told["p2_d1:ssm-head"] == "done"
+
+
+def test_a_fault_that_does_not_show_is_told_by_the_status(made_up, tmp_path, capsys):
+    arguments = ["--model", "tiny", "--per-depth", "8", "--out", str(tmp_path), "--only", "p2_d1:kv"]
+    assert command.main(arguments) == 1
+    assert "NOT SEEN: p2_d1:kv" in capsys.readouterr().err
+
+
+def test_other_questions_are_other_rows(made_up, tmp_path):
+    for seed in ("1", "2"):
+        command.main(
+            ["--model", "tiny", "--per-depth", "1", "--out", str(tmp_path), "--only", UNDIVIDED, "--seed", seed]
+        )
+    assert made_up.started == [UNDIVIDED, UNDIVIDED]
+
+
+def test_what_cannot_be_is_told(made_up, tmp_path, capsys):
+    for arguments, said in (
+        (["--only", "p9"], "no row is called p9"),
+        (["--report"], "there are no results yet"),
+        (["--write-docs"], "is no table of python -m tests.accuracy"),
+    ):
+        assert command.main(["--model", "tiny", "--out", str(tmp_path), *arguments]) == 1
+        assert said in capsys.readouterr().err
+    assert not made_up.started
 
 
 # --- the document ------------------------------------------------------------------------------------------------
