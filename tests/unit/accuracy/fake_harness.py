@@ -122,7 +122,7 @@ def lm_eval(argv):
         if reply is None:
             sys.exit("API request failed")
         text = reply["choices"][0]["text"]
-        for name in ("strict-match", "flexible-extract"):
+        for name in ("flexible-extract", "strict-match"):
             right = float(text.endswith(str(number)) and name == "flexible-extract")
             lines.append(
                 {
