@@ -75,6 +75,10 @@ class Listing:
     records: dict[str, Held]
     truncated: bool = False
 
+    def unseen(self, key: str) -> bool:
+        """Whether this one may be there though it is not listed: etcd lists in order, and ends where there are more."""
+        return self.truncated and key > max(self.records, default="")
+
 
 @dataclass(frozen=True)
 class Change:

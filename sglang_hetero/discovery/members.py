@@ -42,6 +42,11 @@ class Members(Protocol):
         """Why `snapshot` may be old, in a line for people; empty while it is up to date."""
         ...
 
+    @property
+    def settled(self) -> bool:
+        """Whether who is not in `snapshot` is really gone: every server has had time to come (back)."""
+        ...
+
     def snapshot(self) -> tuple[Instance, ...]:
         """All of them, sorted by role and URL, each once."""
         ...
@@ -60,6 +65,7 @@ class StaticMembers:
     """Servers that are given by URL and stay. What else is to be known of them they say on `GET /hetero/instance`."""
 
     trouble = ""
+    settled = True
 
     def __init__(self, prefills: Iterable[tuple[str, int | None]], decodes: Iterable[str]) -> None:
         """prefills: URL and bootstrap port, None if it is not given. Raises RecordError for what is no URL or port."""
@@ -88,9 +94,10 @@ class EtcdMembers:
     """The servers that have registered in etcd.
 
     A thread reads all records, follows what changes, and begins anew whenever the watch ends. While etcd is away the
-    set stays as it was. When it is back, a server that is missing then stays for a lease longer, after every outage
-    anew: etcd may have lost its data, and servers need a moment to register again. A record that cannot be read, or
-    that has no lease and so would stay for ever, is left out.
+    set stays as it was. Only what the watch tells has certainly happened: a server that is missing when all is read
+    stays for a lease longer, after every outage anew. etcd may have lost its data, or another one may answer at its
+    address, with or without an outage that could be noticed, and servers need a moment to register again. A record that
+    cannot be read, or that has no lease and so would stay for ever, is left out.
     """
 
     def __init__(
@@ -110,7 +117,9 @@ class EtcdMembers:
         self._skipped: dict[str, str] = {}
         """Why a record is left out, by key."""
         self._leaving: dict[str, float] = {}
-        """When a record that is missing since etcd is back counts as gone, `clock`."""
+        """When a record that was missing when all was read counts as gone, `clock`."""
+        self._settled_at: float | None = None
+        """From when on, `clock`, servers have had a lease to come, since the first reading or the last outage."""
         self._logged: set[tuple[str, str]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._trouble = NOT_READ
@@ -125,6 +134,12 @@ class EtcdMembers:
         """Why the set may be old, or lacks some; empty while all is well."""
         with self._lock:
             return self._trouble or self._more or self.worker.fault
+
+    @property
+    def settled(self) -> bool:
+        """Whether a lease has passed since etcd was read first, or since it was back."""
+        with self._lock:
+            return self._settled_at is not None and self._settled_at <= self._clock()
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -203,16 +218,26 @@ class EtcdMembers:
             before = dict(self._records)
             listed = {bounded(key): held for key, held in listing.records.items()}
             back, self._was_away, self._trouble = self._was_away, False, ""
-            missing = [key for key in self._records if key not in listed]
-            self._leaving = {key: now + self._options.lease if back else self._leaving.get(key, now) for key in missing}
+            if back or not self._ready.is_set():
+                self._settled_at = now + self._options.lease
+            missing = [key for key in self._records if key not in listed and not listing.unseen(key)]
+            until = {key: now + self._grace(self._records[key]) for key in missing}
+            self._leaving = (
+                until if back else until | {key: self._leaving[key] for key in self._leaving.keys() & missing}
+            )
             for key in [key for key, at in self._leaving.items() if at <= now]:
                 del self._leaving[key], self._records[key]
             self._skipped = {}
-            for key, held in listed.items():
-                self._enter(key, held)
+            full = listing.truncated
+            # Those that are known come first, so that nobody's records put them out.
+            for key, held in sorted(listed.items(), key=lambda one: one[0] not in self._records):
+                if key in self._records or self._room():
+                    self._enter(key, held)
+                else:
+                    full = True
             while len(self._records) > MAX_INSTANCES:  # so there are some that are missing
                 del self._records[self._leaving.popitem()[0]]
-            self._full(listing.truncated)
+            self._full(full)
             changed = [(before.get(key), self._records.get(key)) for key in sorted(before.keys() | self._records)]
             count = len(self._records)
         if back:
@@ -230,12 +255,20 @@ class EtcdMembers:
                 self._skipped.pop(key, None)
                 if one.record is None:
                     self._records.pop(key, None)
-                elif key in self._records or len(self._records) + len(self._skipped) < MAX_INSTANCES:
+                elif key in self._records or self._room():
                     self._enter(key, one.record)
                 else:
                     self._full(True)
             changed = [(old, self._records.get(key)) for key, old in sorted(before.items())]
         self._tell(changed)
+
+    def _grace(self, instance: Instance) -> float:
+        """Seconds in which a server that is missing may register again: it renews as often as its own lease says."""
+        return max(self._options.lease, instance.lease)
+
+    def _room(self) -> bool:
+        """For one more record. Those that are missing make room."""
+        return len(self._records) - len(self._leaving) + len(self._skipped) < MAX_INSTANCES
 
     def _full(self, full: bool) -> None:
         more = f"etcd has more than {MAX_INSTANCES} records there" if full else ""

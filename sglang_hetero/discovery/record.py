@@ -26,6 +26,8 @@ MAX_URL = 512
 MAX_TEXT = 1000
 """Characters of a reason why ranks take SGLang's own path only."""
 MAX_NOTES = 64
+MAX_LEASE = 3600
+"""Seconds that a record may stay in etcd, and a server that etcd does not list any more in a router."""
 MAX_MANIFESTS = 1024
 """Ranks of one server."""
 MAX_DESCRIPTION_BYTES = 64 << 20
@@ -46,7 +48,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: digest of everything about its ranks that pairing depends on; two servers of the same role with the
     same one can stand in for each other. Empty if it is not known. requests, tokens: how many it can have at a time,
     all replicas together; 0 if not known. incarnation: another one after every start. release: of this package.
-    messages: version of our messages; 0 if it does not speak them.
+    messages: version of our messages; 0 if it does not speak them. lease: seconds, of its record in etcd, which it
+    writes again within so long if etcd has lost it; 0 if it is not known.
     """
 
     role: Side
@@ -62,6 +65,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str = ""
     release: str = ""
     messages: int = 0
+    lease: int = 0
 
     def __post_init__(self) -> None:
         clean = clean_url(self.url)
@@ -73,6 +77,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
         )
         for name in ("tp_size", "dp_size", "pp_size"):
             _within(getattr(self, name), limits.MAX_RANKS, name)
+        _within(self.lease, MAX_LEASE, "lease")
         for name in ("requests", "tokens", "messages"):
             _within(getattr(self, name), INT64_MAX, name)
         for name in ("model", "fingerprint", "incarnation", "release"):

@@ -166,7 +166,7 @@ class Registrar:
     def _describe(self) -> Instance:
         """The record as it is now; as it was, where that cannot be told."""
         try:
-            return self._server.describe()
+            return msgspec.structs.replace(self._server.describe(), lease=self._options.lease)
         except Exception as error:
             if self._instance is None:
                 raise

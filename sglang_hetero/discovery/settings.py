@@ -13,13 +13,13 @@ from sglang_hetero.errors import OptionError, RecordError
 from sglang_hetero.layout.checks import shorten
 from sglang_hetero.secret_file import MAX_SECRET_BYTES, read_secret
 
-from .record import clean_url
+from .record import MAX_LEASE, clean_url
 
 DEFAULT_PREFIX = "/sglang-hetero"
 DEFAULT_LEASE = 15
 """Seconds. A third of it is the time between two renewals, so that two may fail; and it is how long routers still see a
 server that was killed, whose failures they notice by themselves."""
-MIN_LEASE, MAX_LEASE = 3, 3600
+MIN_LEASE = 3
 """etcd grants no shorter one than its election takes, 1.5 s with its defaults."""
 MAX_ENDPOINTS = 16
 MAX_PREFIX = 200

@@ -96,6 +96,7 @@ def described(instance: Instance, description: Description) -> Known:
         incarnation=said.incarnation or instance.incarnation,
         release=said.release or instance.release,
         messages=said.messages or instance.messages,
+        lease=instance.lease,
     )
     why = "; ".join(description.unsupported + description.notes)
     ranks = description.ranks()

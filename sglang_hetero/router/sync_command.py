@@ -270,8 +270,9 @@ class Sync:
         """One comparison, and what follows from it."""
         from . import sync
 
-        # In this order: a set that is not whole must not be taken for one that is.
-        complete = not self._members.trouble
+        # In this order: a set that is not whole must not be taken for one that is. An etcd that has just lost its data
+        # is read without trouble, so nobody counts as gone before servers have had time to register again.
+        complete = not self._members.trouble and self._members.settled
         wanted, later = self._with_ports(self._members.snapshot())
         try:
             present = self._router.workers()

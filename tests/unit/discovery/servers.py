@@ -17,6 +17,7 @@ _COMMON = {
     "incarnation": "first",
     "release": "0.1.0",
     "messages": 2,
+    "lease": 3,
 }
 
 

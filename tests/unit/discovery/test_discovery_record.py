@@ -42,6 +42,7 @@ def test_the_longest_record_fits():
         **dict.fromkeys(("model", "fingerprint", "incarnation", "release"), text),
         **dict.fromkeys(("tp_size", "dp_size", "pp_size"), limits.MAX_RANKS),
         **dict.fromkeys(("requests", "tokens", "messages"), 2**63 - 1),
+        lease=3600,
     )
     assert len(json.dumps(json.loads(encode(one)))) <= MAX_RECORD_BYTES  # ASCII with escapes, the longest way
     assert decode(encode(one)) == one
@@ -74,6 +75,7 @@ def test_fields_that_are_not_known_are_skipped():
         ({"tp_size": 4097}, "tp_size"),
         ({"tokens": 2**63}, "tokens"),
         ({"tokens": 10**400}, "tokens"),
+        ({"lease": 3601}, "lease"),
         ({"model": "a" * 257}, "257 characters"),
         ({"model": "a\nb"}, "cannot be printed"),
         ({"model": 5}, "Expected `str`"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from sglang_hetero.backend.rank_told import RankTold
 from sglang_hetero.discovery.etcd import Etcd
 from sglang_hetero.discovery.ranks import Told, encode_told
 from sglang_hetero.discovery.record import decode, decode_description
+from sglang_hetero.discovery.settings import DEFAULT_LEASE
 from sglang_hetero.errors import DiscoveryError, ManifestError, OptionError
 from sglang_hetero.layout import wire
 from sglang_hetero.layout.manifest import Side
@@ -344,7 +346,8 @@ def test_a_server_is_in_etcd_while_it_serves(http_process, tmp_path, health, sha
     assert decode_state(get(http_process.app, "/hetero/state")[1]).discovery.standing == "waiting"
     health.status = 200
     data = until(lambda: there.get(key)).value
-    assert decode(data) == decode_description(get(http_process.app, "/hetero/instance")[1]).instance
+    said = decode_description(get(http_process.app, "/hetero/instance")[1]).instance
+    assert decode(data) == replace(said, lease=DEFAULT_LEASE)
     assert decode(data).fingerprint
     (registrar,) = http_process.registrars
     until(lambda: registrar.registration.standing == "registered")

@@ -373,6 +373,71 @@ def test_after_every_outage_who_is_missing_stays_for_a_lease_anew(follow):
     until(lambda: one.snapshot() == ())
 
 
+def test_who_is_missing_without_an_outage_stays_for_a_lease_too(follow):
+    """An etcd that was silent has been replaced by an empty one between two readings, and nobody has noticed."""
+    now = SimpleNamespace(time=0.0)
+    slow = decode_server(url="http://10.0.0.77:1", lease=60)
+    etcd = Told(listing(decode_server(), slow))
+    one = follow(TOLD, connect=etcd, clock=lambda: now.time)
+    until(one.snapshot)
+
+    def read_again(*servers):
+        etcd.changes.put(None)
+        etcd.readings.put(listing(*servers))
+        until(etcd.readings.empty)
+        etcd.changes.put([])  # it watches again, so that reading has been looked at
+        until(etcd.changes.empty)
+
+    read_again()
+    assert len(one.snapshot()) == 2, "servers that are well were dropped at once"
+    now.time = 9.9
+    read_again()
+    assert len(one.snapshot()) == 2
+    now.time = 10.1
+    read_again()
+    until(lambda: one.snapshot() == (slow,))  # a server renews as often as its own lease says
+    now.time = 60.1
+    read_again()
+    until(lambda: one.snapshot() == ())
+
+
+def test_it_is_settled_a_lease_after_the_first_reading_and_after_an_outage(follow):
+    now = SimpleNamespace(time=0.0)
+    etcd = Told()
+    one = follow(TOLD, connect=etcd, clock=lambda: now.time)
+    assert not one.settled
+    now.time = 100.0
+    etcd.readings.put(listing())
+    assert one.wait(10) and not one.settled
+    now.time = 110.0
+    assert one.settled
+    etcd.changes.put(None)
+    etcd.readings.put(None)
+    until(lambda: one.trouble)
+    etcd.readings.put(listing())
+    until(lambda: not one.trouble)
+    assert not one.settled
+    now.time = 120.0
+    assert one.settled
+
+
+def test_records_of_others_do_not_put_out_who_is_known(follow, monkeypatch):
+    """etcd lists no more than so many, and those that somebody else has written come first."""
+    monkeypatch.setattr(members_module, "MAX_INSTANCES", 3)
+    known = [decode_server(url=f"http://10.9.0.{number}:1") for number in range(2)]
+    others = [decode_server(url=f"http://10.1.0.{number}:1") for number in range(3)]
+    now = SimpleNamespace(time=0.0)
+    etcd = Told(listing(*known))
+    one = follow(TOLD, connect=etcd, clock=lambda: now.time)
+    until(one.snapshot)
+    for _ in range(2):
+        now.time += 1000.0
+        etcd.changes.put(None)
+        etcd.readings.put(Listing(5, listing(*others).records, truncated=True))
+        until(lambda: "more than 3 records" in one.trouble)
+        assert set(known) < set(one.snapshot()) and len(one.snapshot()) == 3
+
+
 def test_who_is_missing_goes_in_time_however_much_is_written(follow):
     now = SimpleNamespace(time=0.0)
     etcd = Told(listing(decode_server()), None, listing())

@@ -86,7 +86,7 @@ def test_it_renews_its_lease(shared_etcd, register, monkeypatch):
     until(lambda: left() < 57)
     gate.set()
     until(lambda: left() > 57)
-    assert look(shared_etcd) == decode_server() and one._lease == lease
+    assert look(shared_etcd) == decode_server(lease=60) and one._lease == lease
 
 
 def test_a_process_that_is_killed_goes_with_its_lease(shared_etcd, register):
@@ -149,7 +149,7 @@ def test_a_follower_does_not_miss_it_while_etcd_restarts(etcd, register, monkeyp
     members = EtcdMembers(etcd.options(prefix=PREFIX, lease=60), retry=0.05)
     seen = []
     members.subscribe(lambda: seen.append(members.snapshot()))
-    until(lambda: members.snapshot() == (decode_server(),))
+    until(lambda: members.snapshot() == (decode_server(lease=60),))
     for lose in (False, True):
         etcd.kill()
         until(lambda: members.trouble)
@@ -157,8 +157,8 @@ def test_a_follower_does_not_miss_it_while_etcd_restarts(etcd, register, monkeyp
             etcd.empty()
         etcd.start()
         until(lambda: not members.trouble)
-        until(lambda: look(etcd) == decode_server())
-    assert members.snapshot() == (decode_server(),)
+        until(lambda: look(etcd) == decode_server(lease=60))
+    assert members.snapshot() == (decode_server(lease=60),)
     assert () not in seen
     one.close()
     until(lambda: members.snapshot() == ())

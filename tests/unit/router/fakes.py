@@ -216,6 +216,7 @@ class Changing:
     """Members that a test changes."""
 
     trouble = ""
+    settled = True
 
     def __init__(self, *instances: Instance) -> None:
         self.now = instances

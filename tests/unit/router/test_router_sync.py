@@ -181,7 +181,7 @@ class FakeRouter:
 
 class Members:
     def __init__(self, *now: Instance) -> None:
-        self.now, self.trouble = now, ""
+        self.now, self.trouble, self.settled = now, "", True
         self.callbacks: list = []
 
     def snapshot(self):
@@ -281,6 +281,19 @@ def test_while_etcd_is_away_nothing_is_removed() -> None:
     bench.members.trouble = ""
     bench.sync.step()
     assert bench.router.gone
+
+
+def test_before_servers_have_had_time_to_register_nothing_is_removed() -> None:
+    """etcd has lost its data, and this has just begun: the first reading finds nobody, though all are well."""
+    bench = Bench(decode())
+    bench.sync.step()
+    bench.router.take_up()
+    bench.members.now, bench.members.settled = (), False
+    bench.again().step()
+    assert not bench.router.gone
+    bench.members.settled = True
+    bench.sync.step()
+    assert bench.router.gone == ["id of http://d0:1"]
 
 
 def test_a_router_that_is_away_is_waited_for_and_filled_again() -> None:
