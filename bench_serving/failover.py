@@ -51,6 +51,8 @@ START_SECONDS = 1800.0
 REST_SECONDS = 120.0
 """From the last answer until nothing is held any more, and all servers are in etcd."""
 WATCH_SECONDS = 10.0
+STOPPED_SECONDS = 2.0
+"""Of the prefill server, before it is killed."""
 PAUSE_SECONDS = 0.2
 RETRIES = "sglang_hetero:router_retries_total "
 
@@ -188,8 +190,9 @@ class Run:
         watch = asyncio.create_task(self._watch())
         try:
             await self._phase(Phase.QUIET, self._plan.seconds)
-            self._kill(victim)
-            await self._phase(Phase.WITHOUT, self._plan.seconds)
+            await self._begin(Phase.WITHOUT)
+            await self._kill(victim)
+            await self._last(self._plan.seconds)
             await self._phase(Phase.STARTING, 0.0)
             await asyncio.to_thread(self._fleet.restart, victim)
             await self._usable(prefills)
@@ -211,17 +214,40 @@ class Run:
         await self._look_around()
 
     async def _phase(self, phase: Phase, seconds: float) -> None:
+        await self._begin(phase)
+        await self._last(seconds)
+
+    async def _begin(self, phase: Phase) -> None:
         self._record.marks.append(Mark(self._load.seconds, phase, await self._retries()))
         self._say(f"{duration(self._load.seconds)}  {phase}")
+
+    async def _last(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._load.check()
             await asyncio.sleep(PAUSE_SECONDS)
 
-    def _kill(self, name: str) -> None:
-        """With all its processes, as when its machine fails; but its kernel still says that nobody listens."""
-        for process in family([self._fleet.process(name).pid]):
+    async def _kill(self, name: str) -> None:
+        """With all its processes, as when its machine fails; but its kernel still says that nobody listens.
+
+        They are stopped first, until requests wait for them: a prompt takes so little time here that a kill at any
+        moment might meet none that has not begun.
+        """
+        url = self._fleet.process(name).url
+        processes = family([self._fleet.process(name).pid])
+        for process in processes:
+            process.suspend()
+        await asyncio.sleep(STOPPED_SECONDS)
+        deadline = time.monotonic() + HANG_SECONDS
+        while not await self._outstanding(url) and time.monotonic() < deadline:
+            await asyncio.sleep(PAUSE_SECONDS)
+        for process in processes:
             process.kill()
+
+    async def _outstanding(self, url: str) -> int:
+        """Requests that the router has given to a server and that it has not answered."""
+        shown = json.loads(await self._get(f"{self._fleet.url}/hetero/pairs"))
+        return sum(server["outstanding_requests"] for server in shown["servers"] if server["url"] == url)
 
     async def _usable(self, pairs: int) -> None:
         """Until the router uses so many pairs."""

@@ -157,6 +157,11 @@ class Record:
         ratio = self.ratios().get(Phase.AFTER)
         return [
             Verdict("the run is complete", self.complete, f"{len(spans)} of {len(Phase)} phases"),
+            Verdict(
+                "requests that had not begun were met by the kill",
+                any(one.retries for one in spans if one.phase is Phase.WITHOUT),
+                f"{sum(one.retries for one in spans if one.phase is Phase.WITHOUT)} were tried again",
+            ),
             _none(fates[Fate.WRONG], total, "every answer has the tokens of the undivided model"),
             _none(fates[Fate.REFUSED], total, "no request fails that had not begun"),
             _none(fates[Fate.BROKEN], total, "no request fails that had begun"),

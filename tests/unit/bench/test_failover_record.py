@@ -1,6 +1,7 @@
 """What a failover run comes to, from requests and phases that are made up."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,13 @@ def test_the_rate_must_come_back() -> None:
     assert promise == "with the prefill server back there are at least 80% of the requests per second"
     assert run({Phase.WITHOUT: 9}).ratios()[Phase.WITHOUT] == 0.45
     assert broken(run({Phase.WITHOUT: 1})) == [], "what it is meanwhile is told, and nothing is promised"
+
+
+def test_a_kill_that_met_nothing_says_nothing() -> None:
+    record = run()
+    for at in range(2, len(record.marks)):
+        record.marks[at] = replace(record.marks[at], retries=1)  # as many as when the server was killed
+    assert broken(record) == ["requests that had not begun were met by the kill"]
 
 
 def test_what_is_left_behind_breaks_a_promise() -> None:
