@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec.structs import replace
+
 from sglang_hetero import __version__
 from sglang_hetero.discovery.ranks import decode_told, describe
 from sglang_hetero.discovery.record import Description, Instance, encode_description
@@ -58,6 +60,7 @@ class Serving:
     model: str
     bootstrap_port: int
     backend: str
+    nodes: int = 1
 
 
 class OwnInstance:
@@ -102,7 +105,11 @@ class OwnInstance:
             )
             ranks, notes = self._ranks()
             notes += [problem] if problem else []
-            description, whole = describe(server, self._options.mode, serving.backend, ranks, notes)
+            description, whole = describe(
+                server, self._options.mode, serving.backend, ranks, notes, nodes=serving.nodes
+            )
+            if self._where is None:
+                description = replace(description, final=True)
             found = description, encode_description(description)
             if whole:
                 self._kept = found
@@ -161,7 +168,7 @@ def _loopback(host: str) -> bool:
 
 
 def _serving() -> Serving:
-    from sglang.srt.runtime_context import get_disagg, get_serving
+    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
     serving, disagg = get_serving(), get_disagg()
     return Serving(
@@ -171,6 +178,7 @@ def _serving() -> Serving:
         model=str(serving.served_model_name or ""),
         bootstrap_port=int(disagg.disaggregation_bootstrap_port or 0),
         backend=str(disagg.disaggregation_transfer_backend),
+        nodes=int(get_parallel().nnodes),
     )
 
 

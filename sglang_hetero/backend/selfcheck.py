@@ -68,6 +68,7 @@ SERVING: tuple[Symbol, ...] = (
     Symbol("sglang.srt.managers.tokenizer_manager", "SignalHandler.sigterm_handler", "signum frame"),
     Symbol(CONTEXT, "get_serving"),
     Symbol(CONTEXT, "get_disagg"),
+    Symbol(CONTEXT, "get_parallel"),
     Symbol("sglang.srt.utils.network", "get_local_ip_auto", "fallback"),
 )
 """What an HTTP process needs that registers in etcd; it has loaded these modules."""

@@ -48,12 +48,13 @@ def decode_told(data: bytes) -> Told:
 
 
 def describe(
-    server: Instance, mode: str, backend: str, ranks: Iterable[Told], notes: Sequence[str] = ()
+    server: Instance, mode: str, backend: str, ranks: Iterable[Told], notes: Sequence[str] = (), *, nodes: int = 1
 ) -> tuple[Description, bool]:
     """The server with what its ranks say, and whether all of them have said it.
 
-    server: what is known without them. notes: what kept ranks from being read. Manifests, and with them a fingerprint,
-    are there only if every rank has one: a part of them would pair what does not go together.
+    server: what is known without them. notes: what kept ranks from being read. nodes: how many machines the server is
+    on, of which the ranks of the first can tell. Manifests, and with them a fingerprint, are there only if every rank
+    has one: a part of them would pair what does not go together.
     """
     by_place = {one.place: one for one in ranks}
     notes = list(notes)
@@ -94,6 +95,7 @@ def describe(
         manifests=manifests,
         unsupported=unsupported,
         notes=_lines(notes),
+        final=len(found) * nodes >= tp * pp * dp,
     )
     return description, not missing
 

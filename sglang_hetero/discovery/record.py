@@ -106,7 +106,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
     mode: SGLANG_HETERO of the server. backend: its transfer backend. manifests: of its ranks, as layout.wire encodes
     them (base64 in JSON); empty if it has none that all its ranks have told. unsupported: why ranks take SGLang's own
-    path only. notes: why this answer is not complete.
+    path only. notes: why this answer is not complete. final: whether no more is to come, so that it is of no use to
+    wait for manifests that are not there.
     """
 
     instance: Instance
@@ -115,6 +116,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     manifests: tuple[bytes, ...] = ()
     unsupported: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    final: bool = False
 
     def __post_init__(self) -> None:
         _require(

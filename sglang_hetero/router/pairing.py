@@ -100,7 +100,7 @@ def described(instance: Instance, description: Description) -> Known:
     )
     why = "; ".join(description.unsupported + description.notes)
     ranks = description.ranks()
-    if not ranks and not description.unsupported and description.mode != Mode.OFF:
+    if not (ranks or description.unsupported or description.final or description.mode == Mode.OFF):
         return Known(told, why=why or "it has no manifests yet")
     return Known(
         told,
@@ -109,7 +109,7 @@ def described(instance: Instance, description: Description) -> Known:
         mode=description.mode,
         backend=description.backend,
         unsupported=description.unsupported,
-        why=why or f"SGLANG_HETERO={description.mode}",
+        why=why or (f"SGLANG_HETERO={description.mode}" if ranks or description.mode == Mode.OFF else "no manifests"),
     )
 
 

@@ -85,6 +85,13 @@ def test_it_is_what_its_ranks_have_said(tmp_path):
     assert own(tmp_path).description().instance.incarnation != told.incarnation
 
 
+def test_what_cannot_come_any_more_is_not_promised(tmp_path):
+    """A server of two nodes, of whose ranks half are here; and one that has no folder for them."""
+    leave(tmp_path, 0, tp=2)
+    assert own(tmp_path, nodes=2).description().final and not own(tmp_path).description().final
+    assert own(None).description().final
+
+
 def test_once_it_is_known_it_is_not_read_again(tmp_path):
     one = own(tmp_path)
     for rank in range(2):

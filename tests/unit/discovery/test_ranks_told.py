@@ -62,6 +62,14 @@ def test_a_server_is_all_its_ranks():
     assert other.instance.fingerprint != one.fingerprint
 
 
+def test_of_a_server_on_several_nodes_no_more_is_waited_for_than_the_first_one_knows():
+    here = told(4)[:2]
+    for ranks, nodes, final in ((here, 2, True), (here[:1], 2, False), (here, 1, False), (told(4), 1, True)):
+        found, whole = describe(SERVER, "auto", "mooncake", ranks, nodes=nodes)
+        assert (found.final, whole, bool(found.manifests)) == (final, len(ranks) == 4, len(ranks) == 4)
+    assert not describe(SERVER, "auto", "mooncake", [], nodes=2)[0].final
+
+
 def test_replicas_add_up_and_ranks_of_one_do_not():
     ranks = [placed(dp, tp, requests=3 + dp, tokens=10 * (1 + tp)) for dp in range(2) for tp in range(2)]
     found, whole = describe(SERVER, "auto", "mooncake", ranks)

@@ -190,6 +190,9 @@ def test_what_a_server_says_completes_what_is_known_of_it() -> None:
 def test_a_server_whose_ranks_have_not_all_told_is_waited_for() -> None:
     known = described(prefill_server(), description(manifests=(), notes=("rank 1 has not told yet",)))
     assert not known.told and "rank 1" in known.why
+    final = described(prefill_server(), description(manifests=(), notes=("8 of 16 ranks have not told",), final=True))
+    assert final.told and not final.ours and "8 of 16" in final.why  # a server of several nodes: of unknown layout
+    assert described(prefill_server(), description(manifests=(), final=True)).why == "no manifests"
     for mode, unsupported in (("off", ()), ("auto", ("a feature",))):
         assert described(prefill_server(), description(manifests=(), mode=mode, unsupported=unsupported)).told
 
