@@ -23,8 +23,8 @@ from .faults import Injection, MergeFault, faults
 from .plan import Row, fleets
 from .record import Records, RowRecord
 
-SETTINGS = Options(mtp=3, page_size=64, chunk=256)
-"""A prompt of 512 tokens is prefilled in two chunks, and the last page of its cache is not full at decode."""
+SETTINGS = Options(mtp=3, page_size=64, chunk=256, start_seconds=1500.0)
+"""A prompt of 512 tokens is prefilled in two chunks. A start may take long: on a busy machine, a table waits."""
 MOVED_BY = ("backend", "cpu", "layout", "merge", "reshard", "transfer")
 """Parts of the package that answers depend on."""
 PROGRESS_SECONDS = 20.0
