@@ -19,8 +19,8 @@ from sglang_hetero.errors import HeteroError
 
 ANSWER_DIGITS = 8  # the first comes from the prompt's pass, the others need what decode was handed
 KEY_LETTERS = 2
-# One pair for so many characters: 8 in a prompt of 512.
-CHARACTERS_PER_PAIR = 64
+# One pair for so many characters: 5 in a prompt of 512.
+CHARACTERS_PER_PAIR = 100
 # More would not fit: the first two digits of a prompt's values all differ, and there are 100 of them.
 MOST_PAIRS = 32
 

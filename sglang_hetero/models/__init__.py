@@ -1,4 +1,4 @@
-"""Tiny seeded checkpoints of the supported model families, made on first use (docs/models.md).
+"""Tiny checkpoints of the supported model families, seeded but for a trained one, made on first use (docs/models.md).
 
 `names()` and `spec()` know no torch and answer at once; `path()` imports torch only when a checkpoint
 has to be made.

@@ -71,6 +71,7 @@ class ModelSpec:
     conv_kernel: int = 4
     max_positions: int = 65536
     mtp_layers: int = 1
+    trained: bool = False  # its weights are files of this package; `seed` and `scales` are an untrained one's
 
     @property
     def full_attention_layers(self) -> list[int]:
@@ -243,6 +244,26 @@ _ALL = [
         linear_value_dim=128,
         intermediate_size=256,
         scales=_DEEP,
+    ),
+    ModelSpec(
+        name="recall",
+        purpose="trained to recall values from a long prompt: lost state shows as a score (docs/recall.md)",
+        family=Family.QWEN3_5,
+        seed=1,
+        num_layers=3,
+        hidden_size=128,
+        vocab_size=512,
+        attention_heads=8,
+        kv_heads=4,
+        head_dim=32,
+        linear_key_heads=4,
+        linear_value_heads=8,
+        linear_key_dim=128,
+        linear_value_dim=16,
+        intermediate_size=128,
+        full_attention_interval=3,
+        trained=True,
+        scales=_DENSE,
     ),
 ]
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 
 from sglang_hetero.errors import HeteroError
@@ -39,9 +40,24 @@ def root() -> Path:
 
 
 def fingerprint(spec: ModelSpec) -> str:
-    """SHA-256 in hex over the spec and GENERATOR_VERSION."""
-    text = json.dumps([GENERATOR_VERSION, asdict(spec)], sort_keys=True)
+    """SHA-256 in hex over the spec and GENERATOR_VERSION, and over the weights if they are not made from these."""
+    fields = asdict(spec)
+    if fields.pop("trained"):
+        fields["weights"] = hashlib.sha256(trained_weights(spec)).hexdigest()
+    text = json.dumps([GENERATOR_VERSION, fields], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def trained_weights(spec: ModelSpec) -> bytes:
+    """The file with the weights of a trained model, as it is in this package. HeteroError if it is not there."""
+    file = resources.files(__package__) / "trained" / f"{spec.name}.safetensors"
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise HeteroError(
+            f"the weights of model {spec.name} are missing from this installation ({file}): {error.strerror}; "
+            "install sglang-hetero again"
+        ) from error
 
 
 def path(spec: ModelSpec) -> Path:
@@ -118,15 +134,21 @@ def _sweep(folder: Path, prefix: str) -> None:
 
 
 def _files(spec: ModelSpec) -> Iterator[tuple[str, bytes]]:
-    import safetensors.torch
-
     from sglang_hetero.models.tokenizer import tokenizer_files
-    from sglang_hetero.models.weights import state_dict
 
     yield "config.json", json.dumps(model_config(spec), indent=1).encode()
     yield "generation_config.json", json.dumps(generation_config(spec), indent=1).encode()
     yield from tokenizer_files(spec).items()
-    yield "model.safetensors", safetensors.torch.save(state_dict(spec), metadata={"format": "pt"})
+    yield "model.safetensors", trained_weights(spec) if spec.trained else seeded_weights(spec)
+
+
+def seeded_weights(spec: ModelSpec) -> bytes:
+    """A file with the weights that come from the spec's seed; of a trained model, those of an untrained one."""
+    import safetensors.torch
+
+    from sglang_hetero.models.weights import state_dict
+
+    return safetensors.torch.save(state_dict(spec), metadata={"format": "pt"})
 
 
 def _write(file: Path, content: bytes) -> None:

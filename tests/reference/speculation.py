@@ -82,18 +82,18 @@ def greedy_with_mtp(
     # The last round begins with at most n - 1 tokens and adds at most depth + 1.
     known = continue_prompt(target, prompt, n + depth)
     text = prompt + known.tokens
-    drafter = _Drafter(load_head(model_path, dtype), text, known.hidden)
+    drafter = Drafter(load_head(model_path, dtype), text, known.hidden)
 
     accepted: list[int] = []
     confirmed = len(prompt) + 1
     while confirmed < len(prompt) + n:
         drafts = drafter.draft(confirmed, depth)
-        accepted.append(_common_prefix(drafts, text[confirmed:]))
+        accepted.append(common_prefix(drafts, text[confirmed:]))
         confirmed += accepted[-1] + 1
     return Speculation(known.tokens[:n], known.logprobs[:n], known.gaps[:n], accepted, depth)
 
 
-class _Drafter:
+class Drafter:
     """Drafts after any prefix of a text whose target hidden states are known.
 
     After each verification SGLang rewrites the head's cache entries of the accepted tokens with the target's
@@ -101,12 +101,21 @@ class _Drafter:
     the same entries as if the text had been fed at once: that is done here, and a round takes a prefix of it.
     """
 
-    def __init__(self, head: MtpHead, text: list[int], hidden: torch.Tensor) -> None:
+    def __init__(self, head: MtpHead, text: list[int], hidden: torch.Tensor, lost: int = 0) -> None:
+        """lost: the first entries whose keys and values are zeros for all that come after them, as if decode had not
+        been handed them."""
         self._head = head
         cache = head.empty_cache()
         next_tokens = torch.tensor(text[1:])
-        self._states, self._guesses = head(next_tokens, hidden[: len(next_tokens)], 0, cache)
+        first = lost or len(next_tokens)
+        passes = [head(next_tokens[:first], hidden[:first], 0, cache)]
         layer: Any = cache.layers[0]
+        if lost:
+            layer.keys.zero_()
+            layer.values.zero_()
+        for i in range(first, len(next_tokens)):
+            passes.append(head(next_tokens[i : i + 1], hidden[i : i + 1], i, cache))
+        self._states, self._guesses = (torch.cat(parts) for parts in zip(*passes, strict=True))
         self._keys, self._values = layer.keys, layer.values  # [1, kv_heads, entries, head_dim]
 
     def draft(self, confirmed: int, depth: int) -> list[int]:
@@ -124,7 +133,8 @@ class _Drafter:
         return drafts
 
 
-def _common_prefix(drafts: list[int], truth: list[int]) -> int:
+def common_prefix(drafts: list[int], truth: list[int]) -> int:
+    """How many of the drafts are right, up to the first one that is not."""
     equal = 0
     while equal < len(drafts) and drafts[equal] == truth[equal]:
         equal += 1

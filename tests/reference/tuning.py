@@ -73,7 +73,7 @@ def measure(model_path: Path, prompts: Sequence[Sequence[int]], n: int = 32, dep
 
 def main(names: Sequence[str]) -> None:
     """Print one line per model."""
-    for name in names or models.names():
+    for name in names or [name for name in models.names() if not models.spec(name).trained]:
         path = models.path(name)
         tuning = measure(path, text_prompts(path), depth=_DEPTH if models.spec(name).mtp_layers else 0)
         print(

@@ -41,7 +41,7 @@ def test_pairs_stand_at_even_distances() -> None:
 
 
 def test_three_characters_determine_the_next_one_of_every_value() -> None:
-    for question in questions(2048, [0.5], 20, seed=2):
+    for question in questions(4096, [0.5], 20, seed=2):
         following: dict[str, set[str]] = {}
         for key, value in lines(question.prompt):
             line = f"{key}={value}\n"
@@ -59,7 +59,7 @@ def test_values_are_not_guessable() -> None:
 def test_the_same_prompts_on_every_machine() -> None:
     text = "".join(q.prompt + q.answer for q in questions(512, DEPTHS, 2, seed=7))
     assert (
-        hashlib.sha256(text.encode()).hexdigest() == "dcd7d4bdc6ed6ed648874e34478e71f0a3477d9e956b92f15de77c217229d6a1"
+        hashlib.sha256(text.encode()).hexdigest() == "d29bd35b7f6b7e4ae487a247324f99d4f31c45d8a3debd5efad3535d899bda3e"
     )
 
 

@@ -19,6 +19,7 @@ CLASSES = {
     "tiny-next": "Qwen3NextConfig",
     "qwen35-2b-cache": "Qwen3_5TextConfig",
     "tiny-gqa": "Qwen3Config",
+    "recall": "Qwen3_5TextConfig",
 }
 HYBRID = [name for name in CLASSES if name != "tiny-gqa"]
 

@@ -11,7 +11,8 @@ from sglang_hetero.models.specs import Family
 
 HYBRID = ["tiny", "tiny-gqa2", "tiny-h6", "tiny-moe", "tiny-next", "qwen35-2b-cache"]
 PLAIN = ["tiny-gqa"]
-ALL = [*HYBRID[:-1], *PLAIN, HYBRID[-1]]
+TRAINED = ["recall"]
+ALL = [*HYBRID[:-1], *PLAIN, HYBRID[-1], *TRAINED]
 # SGLang's CPU path pads feed-forward widths to a multiple of 32 per rank (configs/update_config.py).
 CPU_PADDING = 32
 
@@ -77,7 +78,7 @@ def test_plain_transformers(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [(n, s) for n in ("tiny", "tiny-moe", "tiny-next", "tiny-gqa") for s in (1, 2, 4)]
+    [(n, s) for n in ("tiny", "tiny-moe", "tiny-next", "tiny-gqa", "recall") for s in (1, 2, 4)]
     + [("tiny-h6", s) for s in (1, 2, 3)],
 )
 def test_splits_evenly(name: str, size: int) -> None:
@@ -98,7 +99,7 @@ def test_gqa2_replicates_kv_heads_at_four_ranks() -> None:
     assert uneven == {"kv heads"}
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-gqa2", "tiny-h6", "tiny-moe", "tiny-next"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-gqa2", "tiny-h6", "tiny-moe", "tiny-next", "recall"])
 def test_key_and_value_widths_differ(name: str) -> None:
     """An implementation that takes one for the other must not pass by luck."""
     spec = models.spec(name)
@@ -109,6 +110,12 @@ def test_key_and_value_widths_differ(name: str) -> None:
 def test_widths_of_k_and_v_differ_in_most() -> None:
     equal = [name for name in HYBRID if models.spec(name).linear_key_width == models.spec(name).linear_value_width]
     assert equal == ["tiny-h6", "qwen35-2b-cache"]
+
+
+def test_the_trained_one() -> None:
+    spec = models.spec("recall")
+    assert (spec.linear_attention_layers, spec.full_attention_layers, spec.mtp_layers) == ([0, 1], [2], 1)
+    assert [name for name in ALL if models.spec(name).trained] == TRAINED
 
 
 def test_cache_geometry_of_qwen35_2b() -> None:
