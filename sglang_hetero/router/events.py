@@ -12,12 +12,21 @@ import msgspec
 
 DONE = b"[DONE]"
 END = b"\n\n"
-_ENDS = re.compile(rb"\n\r?\n")
-"""How an event may end: a proxy before a server may write line ends of its own."""
+_ENDS = re.compile(rb"\n\r?\n(?:\r?\n)*")
+"""How an event may end: a proxy before a server may write line ends of its own. Further empty lines are no events."""
 MAX_EVENT = 64 << 20
 """Bytes of one event: the log-probabilities of a long prompt are a few MB."""
 SHOWN = 500
 """Characters of a server's own words in an error of ours."""
+_EACH_TIME = re.compile(r"""\brid=(?:'[^']*'|"[^"]*"|\S+)|[0-9a-f]{32}|\d{6,}""")
+"""What SGLang's words about a request have that is another one in each attempt: its id, and the room of a hand-over."""
+_DOUBTFUL = (
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.NOT_FOUND,
+    HTTPStatus.METHOD_NOT_ALLOWED,
+)
+"""Said by a server that has another key or other routes than the rest, as well as of a request that is wrong."""
 _NAMES = ("error", "message", "detail")
 """Where an error has its words."""
 TELLTALES = (b'"abort"', b'"error"')
@@ -65,13 +74,19 @@ def payload(event: bytes) -> bytes | None:
 class Failure:
     """What a server says went wrong. status: as of HTTP. retry: whether another server may do better.
 
-    blame: whether it says something about the server that has said so.
+    blame: whether it says something about the server that has said so. doubtful: it is about the request only if
+    another server says so, too.
     """
 
     status: int
     cause: str
     retry: bool
     blame: bool = True
+    doubtful: bool = False
+
+    def alike(self, other: Failure) -> bool:
+        """Whether both say the same, whatever id and room the attempts had."""
+        return (self.status, _gist(self.cause)) == (other.status, _gist(other.cause))
 
 
 def refusal(status: int, cause: str) -> Failure:
@@ -79,7 +94,16 @@ def refusal(status: int, cause: str) -> Failure:
     # A full queue is no fault; one that is starting or broken says so on /health.
     busy = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
     broken = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    return Failure(status, cause[:SHOWN], retry=broken or busy, blame=broken and not busy)
+    return Failure(status, cause[:SHOWN], retry=broken or busy, blame=broken and not busy, doubtful=status in _DOUBTFUL)
+
+
+def too_long(cause: str) -> Failure:
+    """An answer that the router does not take: the client asked for it, and another server's would be as long."""
+    return Failure(HTTPStatus.BAD_GATEWAY, cause, retry=False, blame=False)
+
+
+def _gist(cause: str) -> str:
+    return _EACH_TIME.sub("", cause)
 
 
 def failure_in(event: bytes) -> Failure | None:

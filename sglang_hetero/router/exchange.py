@@ -20,7 +20,6 @@ from .body import Body
 from .events import (
     DONE,
     END,
-    MAX_EVENT,
     TELLTALES,
     EventTooLong,
     Failure,
@@ -29,6 +28,7 @@ from .events import (
     failure_of,
     payload,
     refusal,
+    too_long,
     words_of,
 )
 from .fleet import LOST, REFUSED, Server
@@ -37,6 +37,8 @@ CONNECT_SECONDS = 5.0
 """For a connection to a server. Its kernel answers, however busy the process is."""
 MAX_REFUSAL = 1 << 20
 """Bytes of an answer that is no success."""
+MAX_BEFORE = 1 << 20
+"""Bytes of comments before the first event of a stream: a proxy may keep a connection alive with some."""
 MAX_ANSWER = 1 << 30
 """Bytes of an answer that is not streamed: log-probabilities of a long batch."""
 NOTICED_SECONDS = 25
@@ -191,7 +193,9 @@ class Exchange:
         response = await self.open()
         try:
             data = await read_at_most(response, MAX_ANSWER)
-        except (aiohttp.ClientError, OSError, HeteroError) as error:
+        except HeteroError as error:
+            raise Broken(self.server, REFUSED, too_long(str(error))) from None
+        except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from None
         if any(sign in data for sign in TELLTALES):
             failure = failure_of(self.json(data))
@@ -202,22 +206,29 @@ class Exchange:
     async def pieces(self) -> AsyncGenerator[list[bytes], None]:
         """Events of a streamed answer, each whole: those that have come since the last ones.
 
-        Raises Broken when the connection breaks, for a stream without an event, and for a failure in the first one that
-        another server may not have. What has come of an event that the break cut in two is dropped.
+        Raises Broken when the connection breaks, for a stream without an event, for one that is too long, and for a
+        failure among the first ones that another server may not have. What has come of an event that the break cut in
+        two is dropped.
         """
         response = await self.open()
-        splitter, begun = Splitter(), False
+        splitter, begun, before = Splitter(), False, 0
         events: list[bytes] = []
         try:
             async for data in response.content.iter_any():
-                events += splitter.feed(data)
-                begun = begun or any(self._tells(event) for event in events)
+                new = [event for event in splitter.feed(data) if not event.isspace()]
+                if not begun:
+                    # All that came at once: nothing of it has gone to the client.
+                    telling = [self._tells(event) for event in new]
+                    begun, before = any(telling), before + sum(map(len, new))
+                events += new
                 if begun and events:
                     yield events
                     events = []
-                elif sum(map(len, events)) > MAX_EVENT:
-                    raise EventTooLong(f"more than {MAX_EVENT} bytes before the first event")
-        except (aiohttp.ClientError, OSError, EventTooLong) as error:
+                elif before > MAX_BEFORE:
+                    raise EventTooLong(f"more than {MAX_BEFORE} bytes before the first event")
+        except EventTooLong as error:
+            raise Broken(self.server, REFUSED, too_long(str(error))) from None
+        except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from None
         if not begun:
             raise Broken(

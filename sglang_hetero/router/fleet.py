@@ -295,8 +295,11 @@ class Fleet:
     def failed(self, server: Server, cause: str, kind: str, *, blame: bool = True) -> None:
         """A request failed at this server. kind: LOST, REFUSED or ENDED. blame: whether it says something about it."""
         server.failures[kind] += 1
-        if not blame:
-            return
+        if blame:
+            self.blame(server, cause, kind)
+
+    def blame(self, server: Server, cause: str, kind: str) -> None:
+        """A failure that has been counted is this server's own."""
         before = server.health.state
         server.health.request_failed(cause, lost=kind != REFUSED)
         if kind != REFUSED:
@@ -405,6 +408,11 @@ class Fleet:
             for left, right in self._fits.blocks(self._servers.values())
         ]
         return [(left, right) for left, right in found if left and right]
+
+    def another(self, server: Server, model: object = None) -> bool:
+        """Whether a request for this model might be given to another server of the same role."""
+        sides = (left if server.instance.role is Side.PREFILL else right for left, right in self._usable(model))
+        return any(one is not server for side in sides for one in side)
 
     def take(self, prompt: int, new: int, avoid: Avoid, model: object = None) -> Lease:
         """A pair for a request of so many prompt and new tokens. avoid: what speaks against servers that it was tried

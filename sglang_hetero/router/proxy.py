@@ -153,6 +153,8 @@ class _Request:
         self._avoid: Avoid = {}
         self._refused: list[tuple[Server, Failure, list[Server]]] = []
         """Who has refused this request how, and who is blamed for it."""
+        self._doubted: Broken | None = None
+        """A refusal that another server is asked about."""
         self._now: Lease | None = None
         self._out: web.StreamResponse | None = None
         """The answer, once a piece of it has gone to the client."""
@@ -191,12 +193,29 @@ class _Request:
                 logger.warning(
                     "request %s, attempt %d: %s failed: %s", self._name, attempt + 1, broken.server.label, broken
                 )
-                if not broken.failure.retry:
+                if not broken.failure.retry and not (attempt < self._settings.retries and self._doubts(broken)):
                     return self._pass(broken)
                 status = broken.failure.status
             finally:
                 lease.done()
         return self._refuse(status, exhausted(self._tried))
+
+    def _doubts(self, broken: Broken) -> bool:
+        """Whether a refusal is taken to another server before it is believed: once, and where there is another one. A
+        server that refuses at once is never busy, so that without this it would get, and refuse, most requests."""
+        model = self._body.get("model")
+        if not broken.failure.doubtful or self._doubted is not None or not self._fleet.another(broken.server, model):
+            return False
+        self._doubted = broken
+        self._against(broken.server.key, CHARGE_MOST)
+        return True
+
+    def _accepted(self) -> None:
+        """Servers have taken the request: who refused it before was wrong."""
+        if self._doubted is not None:
+            cause = f"it refused a request that another server took: {self._doubted.failure.cause}"
+            self._fleet.blame(self._doubted.server, cause, REFUSED)
+            self._doubted = None
 
     async def _attempt(self, lease: Lease, attempt: int) -> web.StreamResponse:
         """One pair. Raises Broken while nothing has gone to the client; never leaves a request behind at a server."""
@@ -230,6 +249,7 @@ class _Request:
         handed_over = False
         try:
             data = await self._both(lease, before, answer)
+            self._accepted()
             if self._logprobs:
                 data = await self._with_logprobs(lease, prefill, before, decode.json(data))
             handed_over = True
@@ -256,6 +276,7 @@ class _Request:
             first = asyncio.create_task(_next(pieces))
             try:
                 events = await self._both(lease, before, first)
+                self._accepted()
                 merge = _Merge(lease.prefill, before, prompts)
                 try:
                     head, rest = merge.head(events)
@@ -296,7 +317,7 @@ class _Request:
         which it ends."""
         await _write(out, piece)
         self._metrics.first_token.labels(self._path).observe(time.monotonic() - self._arrived)
-        cause, kind, server, told = "", ENDED, lease.decode, False
+        cause, kind, server, told, blame = "", ENDED, lease.decode, False, True
         try:
             while True:
                 while events:
@@ -311,7 +332,7 @@ class _Request:
                 except StopAsyncIteration:
                     break
         except Broken as broken:
-            cause, server = broken.failure.cause, broken.server
+            cause, server, blame = broken.failure.cause, broken.server, broken.failure.blame
             kind = ENDED if broken.kind == LOST else REFUSED
         except TimeoutError:
             cause = f"nothing came for {self._settings.idle:g} s"
@@ -319,7 +340,7 @@ class _Request:
             self._fleet.succeeded(lease.decode)
         else:
             self._metrics.broken.labels(self._path).inc()
-            self._fleet.failed(server, f"a stream broke off: {cause}", kind)
+            self._fleet.failed(server, f"a stream broke off: {cause}", kind, blame=blame)
             logger.warning("request %s broke off: %s: %s", self._name, server.label, cause)
         if cause and not told:
             text = f"{server.label} broke off after the first token: {cause}; send the request again"
@@ -375,7 +396,8 @@ class _Request:
     def _excused(self, lease: Lease, server: Server, failure: Failure) -> bool:
         """Whether this request has been refused in the same words before: then it is the request's own fault, and not
         that of those who had it. A server that had it both times may still be to blame, once."""
-        same = [one for one in self._refused if one[1] == failure and one[0].instance.role is server.instance.role]
+        role = server.instance.role
+        same = [one for one in self._refused if one[1].alike(failure) and one[0].instance.role is role]
         for first, _, blamed in same:
             if first is not server:
                 for one in blamed:

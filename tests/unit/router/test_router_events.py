@@ -31,6 +31,31 @@ def test_events_may_end_as_a_proxy_writes_them() -> None:
         assert splitter.feed(whole[:cut]) + splitter.feed(whole[cut:] + b"data: b\n\n") == [whole, b"data: b\n\n"]
 
 
+def test_empty_lines_are_no_events_of_their_own() -> None:
+    splitter = Splitter()
+    assert splitter.feed(b"data: a\n\n" + b"\n\n" * 1000 + b"data: b\n\n") == [
+        b"data: a\n\n" + b"\n\n" * 1000,
+        b"data: b\n\n",
+    ]
+    assert splitter.rest == b""
+
+
+# As SGLang writes them (disaggregation/decode.py and prefill.py).
+WORDS = "Decode transfer failed for request rank={rank} decode_req.req.rid={rid!r} decode_req.req.bootstrap_room={room}"
+
+
+def refused(rank: int = 0, rid: str = "5f" * 16, room: int = 2**62, end: str = "", status: int = 500) -> events.Failure:
+    return refusal(status, WORDS.format(rank=rank, rid=rid, room=room) + end)
+
+
+def test_words_are_the_same_in_each_attempt_but_for_its_id_and_room() -> None:
+    first = refused(end=": no room for 3 pages")
+    assert first.alike(refused(rid="it's 1", room=2**61 + 7, end=": no room for 3 pages"))
+    for other in (refused(), refused(end=": no room for 4 pages"), refused(rank=1, end=": no room for 3 pages")):
+        assert not first.alike(other)
+    assert not refused().alike(refused(status=502))
+
+
 def test_an_event_that_is_nested_without_end_is_none_and_has_no_words() -> None:
     deep = b"[" * 100_000 + b"]" * 100_000
     assert failure_in(b'data: {"error": ' + deep + b"}\n\n") is None

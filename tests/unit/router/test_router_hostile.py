@@ -1,11 +1,19 @@
 """Requests and answers that are made to harm others: what they cost, and whom."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Self
+
+import pytest
+from multidict import CIMultiDict
 
 from sglang_hetero.discovery.record import Description, Instance
 from sglang_hetero.layout.manifest import Side
+from sglang_hetero.router import events, exchange
+from sglang_hetero.router.health import Limits
 from sglang_hetero.router.policy import LeastTokens
-from tests.unit.router.fakes import Call, FakeServer, run, standing, token, until
+from tests.unit.router.fakes import DONE, Call, FakeServer, Stand, aborted, event, run, standing, token, until
 
 BODY = {"text": "What is a shard?", "sampling_params": {"max_new_tokens": 4}}
 
@@ -20,6 +28,180 @@ def sized(role: Side, tokens: int) -> FakeServer:
     """A server that tells how many tokens it can hold."""
     instance = Instance(role=role, url="http://0.0.0.0:1", tokens=tokens, requests=8)
     return FakeServer(role, Description(instance=instance, mode="off", unsupported=("off",)), at_once)
+
+
+class First:
+    """A policy that takes the first decode server whenever it may."""
+
+    def choose(self, candidates, tokens):
+        return min(candidates, key=lambda pair: pair.decode.url)
+
+
+async def states(stand: Stand) -> dict[str, str]:
+    """How each server is."""
+    return {one["url"]: one["state"] for one in (await stand.get("/hetero/pairs"))[1]["servers"]}
+
+
+def plain(role: Side) -> FakeServer:
+    return FakeServer(role, script=at_once)
+
+
+SLOW = Limits(interval=600.0, backoff=600.0, max_backoff=600.0)
+"""A suspect server stays so while a test lasts."""
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_refusal_that_may_be_the_servers_own_is_believed_when_another_one_says_so(status: int) -> None:
+    async def test() -> None:
+        two = plain(Side.DECODE), plain(Side.DECODE)
+        async with standing(plain(Side.PREFILL), *two, policy=First(), limits=SLOW) as stand:
+            first, other = sorted(two, key=lambda server: server.url)
+            await until_healthy(stand)
+            refusal = {"error": {"message": "Unauthorized", "code": status}}
+            for server in two:
+                server.script = lambda call: call.answer(refusal, status)
+            assert await stand.post("/generate", BODY) == (status, refusal)
+            assert set((await states(stand)).values()) == {"healthy"}
+            assert (len(first.seen), len(other.seen)) == (1, 1)
+            # Now only one of them says so: a server that has another key than the rest.
+            other.script = at_once
+            for _ in range(3):
+                assert (await stand.post("/generate", BODY))[0] == 200
+            assert (len(first.seen), len(other.seen)) == (2, 4), "it was given further requests to refuse"
+            assert (await states(stand))[first.url] == "suspect"
+
+    run(test)
+
+
+def test_a_refusal_of_the_only_server_is_passed_on_at_once() -> None:
+    async def test() -> None:
+        prefill, decode = plain(Side.PREFILL), plain(Side.DECODE)
+        async with standing(prefill, decode) as stand:
+            decode.script = lambda call: call.answer({"detail": "Not Found"}, 404)
+            assert await stand.post("/generate", BODY) == (404, {"detail": "Not Found"})
+            assert len(decode.seen) == 1 and await stand.figure("sglang_hetero:router_retries_total") == 0
+
+    run(test)
+
+
+def test_a_stream_that_is_refused_by_one_server_goes_to_another() -> None:
+    async def test() -> None:
+        two = plain(Side.DECODE), plain(Side.DECODE)
+        async with standing(streaming(Side.PREFILL), *two, policy=First(), limits=SLOW) as stand:
+            await until_healthy(stand)
+            first, other = sorted(two, key=lambda server: server.url)
+            first.script = lambda call: call.answer({"detail": "Not Found"}, 404)
+            other.script = lambda call: call.send(event(token("a")))  # and does not end
+            async with stand.client.post(stand.url + "/generate", json=STREAM) as response:
+                assert response.status == 200
+                assert await response.content.readuntil(b"\n\n") == event(token("a"))
+                assert (await states(stand))[first.url] == "suspect", "it is a black hole while streams last"
+
+    run(test)
+
+
+async def until_healthy(stand: Stand) -> None:
+    while set((await states(stand)).values()) != {"healthy"}:
+        await asyncio.sleep(0.005)
+
+
+STREAM = BODY | {"stream": True}
+
+
+def streaming(role: Side, *pieces: bytes) -> FakeServer:
+    return FakeServer(role, script=lambda call: call.finish(*(pieces or (event(token("x")),))))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_too_long_is_no_fault_of_the_server(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MAX_ANSWER", 1000)
+    monkeypatch.setattr(events, "MAX_EVENT", 1000)
+
+    async def test() -> None:
+        servers = [plain(Side.PREFILL), plain(Side.DECODE), plain(Side.DECODE)]
+        async with standing(*servers, limits=Limits(interval=600.0, failures=1)) as stand:
+            await until_healthy(stand)
+            long = token("x" * 5000)
+            for one in servers[1:]:
+                one.script = lambda call: call.send(b"data: " + b"x" * 5000) if stream else call.answer(long)
+            if stream:
+                servers[0].script = lambda call: call.finish(event(token("x")))
+            status, said = await stand.post("/generate", BODY | {"stream": stream})
+            assert status == 502 and "more than 1000 bytes" in said["error"]["message"]
+            assert len(servers[1].seen) + len(servers[2].seen) == 1, "it was sent to others, whose answer is as long"
+            assert set((await states(stand)).values()) == {"healthy"}
+
+    run(test)
+
+
+def test_servers_that_refuse_one_request_as_sglang_words_it_are_as_well_as_before() -> None:
+    """The id and the room are other ones in each attempt."""
+
+    async def test() -> None:
+        servers = [plain(Side.PREFILL), *(plain(Side.DECODE) for _ in range(3))]
+
+        def fail(call: Call) -> None:
+            text = f"Decode transfer failed for request rank=0 rid='{call.room:032x}' bootstrap_room={call.room}"
+            call.answer({"error": {"message": text, "code": 500}}, 500)
+
+        async with standing(*servers, policy=First(), limits=SLOW, retries=2) as stand:
+            await until_healthy(stand)
+            for one in servers[1:]:
+                one.script = fail
+            assert (await stand.post("/generate", BODY))[0] == 500
+            assert [len(one.seen) for one in servers[1:]] == [1, 1, 1]
+            suspects = [url for url, state in (await states(stand)).items() if state == "suspect"]
+            assert len([url for url in suspects if url != servers[0].url]) <= 1, suspects
+
+    run(test)
+
+
+def test_a_failure_that_comes_together_with_the_first_token_is_seen() -> None:
+    async def test() -> None:
+        two = plain(Side.DECODE), plain(Side.DECODE)
+        async with standing(streaming(Side.PREFILL), *two, policy=First(), limits=SLOW) as stand:
+            await until_healthy(stand)
+            first, other = sorted(two, key=lambda server: server.url)
+            first.script = lambda call: call.finish(event(token("a")) + event(aborted("out of memory")))
+            other.script = lambda call: call.finish(event(token("b")))
+            async with stand.client.post(stand.url + "/generate", json=STREAM) as response:
+                assert await response.read() == event(token("b")) + DONE  # nothing had gone to the client
+            assert (await states(stand))[first.url] == "suspect"
+
+    run(test)
+
+
+class Pieces:
+    """A session, its answer and the content of that, which comes as it is given."""
+
+    status = 200
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces, self.content = pieces, self
+
+    async def post(self, *_: object, **__: object) -> Self:
+        return self
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for one in self.pieces:
+            yield one
+
+    async def all(self) -> list[bytes]:
+        """What an exchange makes of it."""
+        server = SimpleNamespace(instance=Instance(role=Side.DECODE, url="http://10.0.0.1:1"))
+        one = exchange.Exchange(self, server, "/generate", CIMultiDict(), b"")
+        return [event async for events in one.pieces() for event in events]
+
+
+def test_what_comes_before_the_first_event_is_looked_at_once_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(exchange, "payload", lambda event: looked.append(event) or events.payload(event))
+    pings = [b": ping %d\n\n" % number for number in range(20)]
+    found = asyncio.run(Pieces(b"\n\n", *pings, b"\n\n", event(token("b"))).all())
+    assert found == looked == [*pings, event(token("b"))]
+    with pytest.raises(exchange.Broken, match="before the first event") as broken:
+        asyncio.run(Pieces(*[b": ping\n\n"] * (exchange.MAX_BEFORE // 8 + 1), event(token("b"))).all())
+    assert not broken.value.failure.blame
 
 
 def test_a_request_for_endless_tokens_weighs_no_more_than_a_server_holds() -> None:
