@@ -14,6 +14,8 @@ LABEL = {
     Fate.REFUSED: "failed before its first token",
     Fate.BROKEN: "failed after its first token",
 }
+NAMES_ROOM = 1.8
+"""Height of the upper panel over its highest line: the names of the phases stand there."""
 SHADED = {Phase.WITHOUT: "#fee2e2", Phase.STARTING: "#fef3c7", Phase.AWAY: "#e0e7ff", Phase.LOST: "#e0e7ff"}
 """Phases in which somebody is away."""
 
@@ -51,12 +53,14 @@ def draw(record: Record, title: str, path: Path) -> None:
             if span.phase in SHADED:
                 axes.axvspan(span.start, span.start + span.seconds, color=SHADED[span.phase], zorder=0)
         share = record.ratios().get(span.phase)
+        # Upright: a phase may be much shorter than its name.
         rate.annotate(
             f"{span.phase}\n{span.rate:.2f}/s" + (f", {share:.0%}" if share is not None else ""),
             (span.start, 1.0),
             xycoords=("data", "axes fraction"),
-            xytext=(3, -3),
+            xytext=(2, -3),
             textcoords="offset points",
+            rotation=90,
             verticalalignment="top",
             fontsize=TEXT - 1,
             color=INK,
@@ -67,8 +71,7 @@ def draw(record: Record, title: str, path: Path) -> None:
         axes.set_axisbelow(True)
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, record.ended)
-    rate.margins(y=0.3)  # room for the names of the phases
-    rate.set_ylim(bottom=0)
+    rate.set_ylim(0, rate.get_ylim()[1] * NAMES_ROOM)
     each.set_xlabel("seconds", fontsize=TEXT)
     figure.legend(*each.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=TEXT, frameon=False)
     figure.suptitle(title, fontsize=10, color=INK)
