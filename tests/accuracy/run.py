@@ -60,7 +60,7 @@ class Table:
     def __post_init__(self) -> None:
         self.questions: list[Question] = self.sheet.questions()
         self.faults: dict[str, MergeFault] = faults(models.spec(self.model))
-        self._digest = source_digest()
+        self._model, self._digest = models.fingerprint(self.model), source_digest()
         self._starts: list[float] = []
 
     def key(self, row: Row) -> str:
@@ -68,7 +68,7 @@ class Table:
         told = {
             "row": asdict(row),
             "fault": asdict(self.faults[row.fault]) if row.fault else None,
-            "model": models.fingerprint(self.model),
+            "model": self._model,
             "questions": [question.prompt for question in self.questions],
             "tokens": self.sheet.tokens,
             "settings": [SETTINGS.mtp, SETTINGS.page_size, SETTINGS.chunk],
@@ -107,6 +107,10 @@ class Table:
         with Fleet(topology.parse(first.topology), options, say=lambda _: None) as fleet:
             self._starts.append(time.monotonic() - started)
             self.say(f"{first.topology}: started in {clock(self._starts[-1])}")
+            if (models.fingerprint(self.model), source_digest()) != (self._model, self._digest):
+                raise HeteroError(
+                    f"model {self.model} or the code that moves state has changed meanwhile: run it again"
+                )
             for row in together:
                 self._run_row(row, fleet.url, injection)
                 fleet.check()

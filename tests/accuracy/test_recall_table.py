@@ -402,6 +402,15 @@ def test_a_fault_that_does_not_show_is_told_by_the_status(made_up, tmp_path, cap
     assert "NOT SEEN: p2_d1:kv" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("changed", ["fingerprint", "source_digest"])
+def test_what_changes_during_a_run_ends_it_and_nothing_is_kept(made_up, tmp_path, monkeypatch, capsys, changed):
+    told = iter(("before", *("after",) * 9))
+    monkeypatch.setattr(run.models if changed == "fingerprint" else run, changed, lambda *_: next(told))
+    assert command.main(["--model", "tiny", "--per-depth", "1", "--out", str(tmp_path), "--only", UNDIVIDED]) == 1
+    assert "has changed meanwhile" in capsys.readouterr().err
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
 def test_other_questions_are_other_rows(made_up, tmp_path):
     for seed in ("1", "2"):
         command.main(
