@@ -162,7 +162,7 @@ class Record:
                 any(one.retries for one in spans if one.phase is Phase.WITHOUT),
                 f"{sum(one.retries for one in spans if one.phase is Phase.WITHOUT)} were tried again",
             ),
-            _none(fates[Fate.WRONG], total, "every answer has the tokens of the undivided model"),
+            _none(fates[Fate.WRONG], total, "no answer has other tokens than the undivided model's"),
             _none(fates[Fate.REFUSED], total, "no request fails that had not begun"),
             _none(fates[Fate.BROKEN], total, "no request fails that had begun"),
             Verdict(

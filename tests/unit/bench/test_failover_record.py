@@ -57,7 +57,7 @@ def test_requests_belong_to_the_phase_in_which_they_end() -> None:
     [
         (Fate.REFUSED, Phase.WITHOUT, ["no request fails that had not begun"]),
         (Fate.BROKEN, Phase.WITHOUT, ["no request fails that had begun"]),
-        (Fate.WRONG, Phase.QUIET, ["every answer has the tokens of the undivided model"]),
+        (Fate.WRONG, Phase.QUIET, ["no answer has other tokens than the undivided model's"]),
         *(
             (Fate.REFUSED, one, ["no request fails that had not begun", "nothing fails for want of etcd"])
             for one in OF_ETCD
