@@ -11,7 +11,9 @@ import asyncio
 import hmac
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -24,13 +26,13 @@ from sglang_hetero.errors import HeteroError, RouterError
 from sglang_hetero.layout.manifest import Side
 
 from .ask import Asker, in_words, read_at_most
-from .exchange import CONNECT_SECONDS, back, connector, onward
+from .exchange import TIMEOUT, back, connector, onward
 from .fleet import Fleet, Server
 from .metrics import Metrics
 from .options import Options
 from .pairing import Fit, Pairing
 from .policy import Policy
-from .proxy import Proxy, refuse
+from .proxy import FAREWELL_SECONDS, Proxy, limit, refuse
 
 __all__ = ["Options", "make", "runner_of", "serve"]
 
@@ -49,8 +51,8 @@ NO_FIGURES = {"last_gen_throughput": 0.0, "avg_spec_accept_length": None}
 
 def make(members: Members, policy: Policy, options: Options) -> web.Application:
     """The application. It begins to ask the servers when it is started, and ends all requests when it is stopped."""
-    app = web.Application(client_max_size=options.max_payload, middlewares=[errors_as_json])
     router = _Router(members, policy, options)
+    app = web.Application(client_max_size=options.max_payload, middlewares=[router.around, errors_as_json])
     app.cleanup_ctx.append(router.life)
     for path in GENERATE_ROUTES:
         app.router.add_post(path, router.generate)
@@ -92,6 +94,7 @@ class _Router:
     def __init__(self, members: Members, policy: Policy, options: Options) -> None:
         self._members, self._policy, self._options = members, policy, options
         self._metrics = Metrics()
+        self._name = f"sglang-hetero-{secrets.token_hex(8)}"
         self._fleet: Fleet
         self._proxy: Proxy
         self._session: aiohttp.ClientSession
@@ -103,7 +106,7 @@ class _Router:
             connector=connector(),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            timeout=TIMEOUT,
             headers={"User-Agent": "sglang-hetero-router", "Accept-Encoding": "identity"},
             read_bufsize=1 << 20,
         ) as self._session:
@@ -118,11 +121,35 @@ class _Router:
                 clock=clock,
             )
             self._metrics.watch(self._fleet)
-            self._proxy = Proxy(self._fleet, self._session, options.settings, self._metrics)
+            self._proxy = Proxy(self._fleet, self._session, options.settings, self._metrics, self._name)
             await self._fleet.start()
             yield
             await self._proxy.close()
             await self._fleet.close()
+            asker.close()
+
+    @web.middleware
+    async def around(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """What holds for all routes: no request of the router's own, and no client that does not take its answer."""
+        arrived = asyncio.get_running_loop().time()
+        if any(self._name in value for value in request.headers.getall("Via", ())):
+            return refuse(
+                HTTPStatus.LOOP_DETECTED, "this router is on its own list of servers, by itself or by another router"
+            )
+        response = await handler(request)
+        left = self._options.settings.seconds - (asyncio.get_running_loop().time() - arrived)
+        try:
+            with suppress(ConnectionError, aiohttp.ClientConnectionError):  # it went away
+                async with limit(max(left, FAREWELL_SECONDS)):
+                    await response.prepare(request)
+                    await response.write_eof()
+        except TimeoutError:
+            logger.warning("%s %s: its client does not read the answer", request.method, request.path)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A request for tokens."""
@@ -230,7 +257,7 @@ class _Router:
     async def _forward(self, method: str, server: Server, request: web.Request, path: str) -> tuple[int, Any, bytes]:
         """Status, headers and body. It has the client's key, not the router's: what it may do is up to the server.
         Raises RouterError."""
-        headers = onward(request.headers)
+        headers = onward(request.headers, self._name)
         headers["Accept-Encoding"] = "identity"
         try:
             async with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
 import aiohttp
@@ -17,6 +18,8 @@ from .pairing import Known, described, stock
 INSTANCE_PATH = "/hetero/instance"
 MAX_WORDS = 4096
 """Bytes of an answer that is only looked at for its cause."""
+DESCRIBED_AT_ONCE = 4
+"""Descriptions that are read at a time: each may have 64 MiB, and takes as much again while it is decoded."""
 
 
 class NoAnswer(RouterError):
@@ -39,15 +42,26 @@ class Asker:
     ) -> None:
         self._session, self._headers, self._seconds = session, bearer(key), seconds
         self._health_path = health_path
+        self._places = asyncio.Semaphore(DESCRIBED_AT_ONCE)
+        # Not the loop's own, whose threads may all be waiting for names to be looked up.
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hetero-describe")
+
+    def close(self) -> None:
+        """Read no more descriptions."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     async def healthy(self, instance: Instance) -> None:
         """Return if its /health says 200. Raises RouterError with what it says else."""
-        status, data = await self._get(instance, self._health_path, MAX_WORDS, {})
+        status, data = await self._get(instance, self._health_path, MAX_WORDS, {}, only_status=True)
         if status != HTTPStatus.OK:
             raise RouterError(f"{self._health_path} says HTTP {status}: {words_of(data) or 'nothing more'}")
 
     async def describe(self, instance: Instance) -> Known:
         """What it says of itself. Raises RouterError or RecordError, with the remedy."""
+        async with self._places:
+            return await self._describe(instance)
+
+    async def _describe(self, instance: Instance) -> Known:
         status, data = await self._get(instance, INSTANCE_PATH, MAX_DESCRIPTION_BYTES, self._headers)
         if status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
             return stock(instance)
@@ -62,17 +76,20 @@ class Asker:
             return known
 
         # Manifests of many ranks take a while to be read and checked.
-        return await asyncio.to_thread(read)
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read)
 
-    async def _get(self, instance: Instance, path: str, most: int, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Status and body, of which more than `most` bytes are refused."""
+    async def _get(
+        self, instance: Instance, path: str, most: int, headers: Mapping[str, str], *, only_status: bool = False
+    ) -> tuple[int, bytes]:
+        """Status and body, of which more than `most` bytes are refused. only_status: nothing is read of a good one."""
         try:
             async with (
                 asyncio.timeout(self._seconds),
                 self._session.get(instance.url + path, headers=headers, allow_redirects=False) as response,
             ):
-                data = await read_at_most(response, most)
-                return response.status, data
+                if only_status and response.status == HTTPStatus.OK:
+                    return response.status, b""
+                return response.status, await read_at_most(response, most)
         except TimeoutError:
             raise NoAnswer(f"no answer to {path} within {self._seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:

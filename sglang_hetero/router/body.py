@@ -27,7 +27,7 @@ MAX_NEW_TOKENS = 4096
 ROOMS = 2**63 - 1
 """Rooms are signed 64-bit numbers."""
 MAX_PROMPTS = 1 << 16
-"""Rooms kept free above a drawn one: SGLang numbers on from one room for several prompts."""
+"""Of a batch. As many rooms are kept free above a drawn one: several prompts have those that follow."""
 
 
 TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
@@ -81,8 +81,10 @@ def answers(body: Body) -> int:
 
 
 def check(body: Body, path: str) -> None:
-    """Raises RouterError for what cannot be handed over: an empty batch, or several samples of a prompt."""
+    """Raises RouterError for what cannot be handed over: an empty or endless batch, or several samples of a prompt."""
     batch_size(body)
+    if (count := _answers(body)) > MAX_PROMPTS:
+        raise RouterError(f"a batch of {count} prompts, must have {MAX_PROMPTS} at most; send it in parts")
     if (n := _samples(body, path)) > 1:
         raise RouterError(
             f"n is {n}, but SGLang gives all samples of a prompt the same room, so that prefill and decode cannot hand "
@@ -109,17 +111,18 @@ def meet(body: Body, path: str, prefill: Instance, draw: Callable[[int], int]) -
     """
     host, port = bootstrap_host(prefill), prefill.bootstrap_port or None
     size = batch_size(body) if path == "/generate" else None
+    first = draw(ROOMS - MAX_PROMPTS)
     if size is None:
         # One room is enough: SGLang numbers on from it for further prompts.
         return body | {
             "bootstrap_host": host,
             "bootstrap_port": port,
-            "bootstrap_room": draw(ROOMS - MAX_PROMPTS),
+            "bootstrap_room": first,
         }
     return body | {
         "bootstrap_host": [host] * size,
         "bootstrap_port": [port] * size,
-        "bootstrap_room": [draw(ROOMS) for _ in range(size)],
+        "bootstrap_room": list(range(first, first + size)),
     }
 
 

@@ -94,12 +94,19 @@ def refusal(status: int, cause: str) -> Failure:
     # A full queue is no fault; one that is starting or broken says so on /health.
     busy = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
     broken = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    return Failure(status, cause[:SHOWN], retry=broken or busy, blame=broken and not busy, doubtful=status in _DOUBTFUL)
+    return Failure(
+        status, on_a_line(cause), retry=broken or busy, blame=broken and not busy, doubtful=status in _DOUBTFUL
+    )
 
 
 def too_long(cause: str) -> Failure:
     """An answer that the router does not take: the client asked for it, and another server's would be as long."""
     return Failure(HTTPStatus.BAD_GATEWAY, cause, retry=False, blame=False)
+
+
+def on_a_line(text: str) -> str:
+    """A server's words for our log and our errors: bounded, without what ends a line or steers a terminal."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text[:SHOWN])
 
 
 def _gist(cause: str) -> str:
@@ -159,6 +166,6 @@ def words(answer: Any) -> str:
 def words_of(body: bytes) -> str:
     """What the body of an error says."""
     try:
-        return words(msgspec.json.decode(body))[:SHOWN]
+        return on_a_line(words(msgspec.json.decode(body)))
     except (msgspec.DecodeError, RecursionError):
-        return body[:SHOWN].decode(errors="replace")
+        return on_a_line(body[:SHOWN].decode(errors="replace"))

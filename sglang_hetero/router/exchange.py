@@ -35,6 +35,8 @@ from .fleet import LOST, REFUSED, Server
 
 CONNECT_SECONDS = 5.0
 """For a connection to a server. Its kernel answers, however busy the process is."""
+TIMEOUT = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
+"""With the time that it takes to look a name up."""
 MAX_REFUSAL = 1 << 20
 """Bytes of an answer that is no success."""
 MAX_BEFORE = 1 << 20
@@ -133,9 +135,12 @@ def connector() -> aiohttp.TCPConnector:
     return aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=make)
 
 
-def onward(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A client's headers for a server: all that are not about the connection, Authorization included."""
-    return _without(headers, OURS)
+def onward(headers: Mapping[str, str], router: str) -> CIMultiDict[str]:
+    """A client's headers for a server: all that are not about the connection, Authorization included. router: the
+    name under which this one knows its own requests again, if a server is a router itself (RFC 9110, 7.6.3)."""
+    found = _without(headers, OURS)
+    found.add("Via", f"1.1 {router}")
+    return found
 
 
 def back(headers: Mapping[str, str]) -> CIMultiDict[str]:
@@ -179,7 +184,7 @@ class Exchange:
                 data=self._data,
                 headers=self._headers,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                timeout=TIMEOUT,
             )
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from None

@@ -50,18 +50,19 @@ class Fits:
         self.changed()
 
     def unjudged(self, servers: Iterable[Server]) -> list[tuple[Known, Known]]:
-        """One pair of each two layouts of which nothing is said yet. Verdicts on layouts that no server has any more
-        are dropped."""
+        """One pair of each two layouts of which nothing is said yet, those of few ranks first: a large one may take a
+        while. Verdicts on layouts that no server has any more are dropped."""
         prefills, decodes = _by_layout(servers)
         self._verdicts = {
             key: verdict for key, verdict in self._verdicts.items() if key[0] in prefills and key[1] in decodes
         }
-        return [
+        found = [
             (some[0].known, others[0].known)
             for left, some in prefills.items()
             for right, others in decodes.items()
             if (left, right) not in self._verdicts
         ]
+        return sorted(found, key=lambda pair: len(pair[0].ranks) * len(pair[1].ranks))
 
     def blocks(self, servers: Iterable[Server]) -> list[ServerBlock]:
         """Servers that fit: prefills of one layout, and all decodes that fit it."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -140,6 +141,8 @@ class Fleet:
         self._too_many = ""
         self._changed = asyncio.Event()
         self._judge: asyncio.Task[None] | None = None
+        # Not the loop's own, whose threads may all be waiting for names to be looked up.
+        self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hetero-plan")
         self._told: set[str] = set()
         self._policy_failed = False
 
@@ -161,6 +164,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._planner.shutdown(wait=False, cancel_futures=True)
 
     # Who there is
 
@@ -253,7 +257,7 @@ class Fleet:
         # It gets requests again only once it has said what it is now.
         if server.described_at is None or self._clock() - server.described_at > DESCRIBE_SECONDS:
             await self._describe(server)
-            before = server.health.state
+        before = server.health.state
         server.health.probe_answered()
         self._tell(server, before)
 
@@ -342,7 +346,9 @@ class Fleet:
             self._changed.clear()
             for prefill, decode in self._fits.unjudged(self._servers.values()):
                 try:
-                    verdict = await asyncio.to_thread(self._pairing.by_layout, prefill, decode)
+                    verdict = await asyncio.get_running_loop().run_in_executor(
+                        self._planner, self._pairing.by_layout, prefill, decode
+                    )
                 except Exception:
                     logger.exception("%s and %s cannot be judged", prefill.instance.label, decode.instance.label)
                     continue

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from sglang_hetero.backend.options import Mode
 from sglang_hetero.backend.pairing import same_layouts
-from sglang_hetero.discovery.record import Description, Instance
+from sglang_hetero.discovery.record import Description, Instance, fingerprint_of
 from sglang_hetero.errors import HeteroError, RecordError
 from sglang_hetero.layout.manifest import Manifest, digest
 from sglang_hetero.reshard import plan
@@ -24,6 +24,12 @@ __all__ = ["Fit", "Known", "Pairing", "Unknown", "Verdict", "described", "stock"
 
 MAX_REMEMBERED = 4096
 """Pairs of layouts whose verdict is kept. A fleet has a handful; restarted servers have the same ones."""
+
+
+MAX_WHY = 2000
+"""Characters of a reason, which is shown with each pair of the server: the longest of plan() are below it."""
+MAX_PLANS = 256
+"""For one verdict, some ms each, while other pairs wait. A replica of 64 ranks of which no two are alike needs 64."""
 
 
 class Fit(StrEnum):
@@ -82,6 +88,13 @@ def described(instance: Instance, description: Description) -> Known:
     said = description.instance
     if said.role is not instance.role:
         raise RecordError(f"{instance.label} says that it is a {said.role} server; correct the router's list")
+    ranks = description.ranks()
+    # Of what it has shown, whatever it says: servers with the same one stand in for each other.
+    fingerprint = (
+        fingerprint_of(said.role, description.mode, description.backend, ranks, description.unsupported)
+        if ranks
+        else ""
+    )
     told = Instance(
         role=instance.role,
         url=instance.url,
@@ -90,7 +103,7 @@ def described(instance: Instance, description: Description) -> Known:
         tp_size=said.tp_size or instance.tp_size,
         dp_size=said.dp_size or instance.dp_size,
         pp_size=said.pp_size or instance.pp_size,
-        fingerprint=said.fingerprint or instance.fingerprint,
+        fingerprint=fingerprint,
         requests=said.requests or instance.requests,
         tokens=said.tokens or instance.tokens,
         incarnation=said.incarnation or instance.incarnation,
@@ -98,8 +111,7 @@ def described(instance: Instance, description: Description) -> Known:
         messages=said.messages or instance.messages,
         lease=instance.lease,
     )
-    why = "; ".join(description.unsupported + description.notes)
-    ranks = description.ranks()
+    why = "; ".join(description.unsupported + description.notes)[:MAX_WHY]
     if not (ranks or description.unsupported or description.final or description.mode == Mode.OFF):
         return Known(told, why=why or "it has no manifests yet")
     return Known(
@@ -218,14 +230,22 @@ def _replicas(ranks: Sequence[Manifest]) -> list[tuple[Manifest, ...]]:
 def _planned(replicas: Sequence[Sequence[Manifest]], ranks: Sequence[Manifest]) -> Verdict:
     """What `plan` says of every replica of prefill and every kind of rank of decode."""
     kinds = {rank.fingerprint: rank for rank in ranks}
+    if (count := len(replicas) * len(kinds)) > MAX_PLANS:
+        return Verdict(
+            Fit.NO,
+            f"prefill has {len(replicas)} kinds of replicas and decode {len(kinds)} kinds of ranks, which would take "
+            f"{count} plans, {MAX_PLANS} at most are made; start all replicas of a server with the same settings",
+        )
     for replica in replicas:
         for rank in kinds.values():
             try:
                 plan(replica, rank)
             except HeteroError as error:
-                return Verdict(Fit.NO, str(error))
+                return Verdict(Fit.NO, str(error)[:MAX_WHY])
             except Exception as error:
                 # Manifests come from the network. One that plan() cannot take must cost its own pair only.
-                return Verdict(Fit.NO, f"no plan can be made: {type(error).__name__}: {error}; report it")
+                return Verdict(
+                    Fit.NO, f"no plan can be made: {type(error).__name__}: {error}"[:MAX_WHY] + "; report it"
+                )
     sizes = f"TP {replicas[0][0].coordinates.tp_size} and TP {ranks[0].coordinates.tp_size}"
     return Verdict(Fit.YES, f"a hand-over between {sizes} can be planned")

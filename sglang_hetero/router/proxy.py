@@ -66,7 +66,11 @@ class Gone(Exception):
 class Proxy:
     """Passes requests on."""
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, fleet: Fleet, session: aiohttp.ClientSession, settings: Settings, metrics: Metrics, name: str
+    ) -> None:
+        """name: under which the router knows its own requests again."""
+        self.name = name
         self.fleet, self.session, self.settings, self.metrics = fleet, session, settings, metrics
         self.draw = random.SystemRandom().randrange
         self._late: set[asyncio.Task[None]] = set()
@@ -111,7 +115,7 @@ class Proxy:
         except TimeoutError:
             text = f"the request had not come within {self.settings.seconds:g} s"
             return refuse(HTTPStatus.REQUEST_TIMEOUT, f"{text}; --request-timeout-secs is its limit")
-        except (msgspec.DecodeError, RecursionError, HeteroError) as bad:
+        except (msgspec.DecodeError, RecursionError, HeteroError, web.RequestPayloadError) as bad:
             return refuse(HTTPStatus.BAD_REQUEST, f"not a request: {bad}")
         return await _Request(self, request, body, arrived).run()
 
@@ -142,7 +146,7 @@ class _Request:
         self._proxy, self._fleet, self._metrics = proxy, proxy.fleet, proxy.metrics
         self._settings = proxy.settings
         self._request, self._body, self._arrived = request, body, arrived
-        self._path, self._headers = request.path, onward(request.headers)
+        self._path, self._headers = request.path, onward(request.headers, proxy.name)
         self._headers["Content-Type"] = "application/json"
         self._headers["Accept-Encoding"] = "identity"
         self._stream = bodies.is_stream(body)

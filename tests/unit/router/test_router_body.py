@@ -232,3 +232,21 @@ def test_a_batch_of_which_prefill_tells_less_keeps_its_length() -> None:
         answer(input_token_logprobs=[1, 3]),
         two[1],
     ]
+
+
+def test_a_batch_has_rooms_in_a_row_below_the_end_and_an_endless_one_is_refused() -> None:
+    drawn = []
+
+    def draw(below: int) -> int:
+        drawn.append(below)
+        return below - 1
+
+    rooms = bodies.meet({"text": [""] * bodies.MAX_PROMPTS}, "/generate", PREFILL, draw)["bootstrap_room"]
+    assert len(drawn) == 1 and len(set(rooms)) == bodies.MAX_PROMPTS and max(rooms) < 2**63
+    bodies.check({"text": [""] * bodies.MAX_PROMPTS}, "/generate")
+    for path, body in (
+        ("/generate", {"text": [""] * (bodies.MAX_PROMPTS + 1)}),
+        ("/v1/completions", {"prompt": [""] * (bodies.MAX_PROMPTS + 1)}),
+    ):
+        with pytest.raises(RouterError, match=r"65537 prompts.*send it in parts"):
+            bodies.check(body, path)

@@ -169,3 +169,9 @@ def test_an_error_is_read_by_clients_of_both_apis() -> None:
     assert json.loads(lines[0][6:])["error"]["type"] == "timeout_error" and lines[1:] == [b"data: [DONE]", b""]
     assert "attempts" not in error(400, "x")["error"]
     assert error(520, "said by a proxy")["error"]["code"] == 520
+
+
+def test_words_of_a_server_cannot_make_a_line_of_the_log_or_steer_a_terminal() -> None:
+    evil = "no\n2026-11-30 WARNING forged \x1b[2J\u2028 日本"
+    for text in (refusal(500, evil).cause, words_of(json.dumps({"error": evil}).encode()), words_of(evil.encode())):
+        assert text == "no\\n2026-11-30 WARNING forged \\x1b[2J\\u2028 日本"

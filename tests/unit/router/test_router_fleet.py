@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from sglang_hetero.cli import main
-from sglang_hetero.discovery.record import Description, Instance
+from sglang_hetero.discovery.record import Description, Instance, fingerprint_of
 from sglang_hetero.layout import wire
 from sglang_hetero.layout.manifest import Side
 from sglang_hetero.router import ask, fleet
@@ -23,7 +23,7 @@ from sglang_hetero.router.health import Limits
 from sglang_hetero.router.pairing import Pairing
 from sglang_hetero.router.policy import RoundRobin
 from tests.unit.discovery.servers import manifests
-from tests.unit.router.fakes import DONE, LIMIT, Changing, FakeServer, event, run, soon, standing, token
+from tests.unit.router.fakes import DONE, LIMIT, Changing, FakeServer, event, run, soon, standing, token, until
 
 BODY = {"text": "What is a shard?", "stream": False}
 
@@ -313,13 +313,13 @@ def test_a_server_that_leaves_the_list_is_not_asked_any_more() -> None:
 
 def test_a_record_that_says_whose_layout_it_has_is_used_before_it_is_asked() -> None:
     async def test() -> None:
-        prefill, decode = telling(Side.PREFILL, 2, fingerprint="p"), telling(Side.DECODE, 1, fingerprint="d")
-        again = telling(Side.DECODE, 1, fingerprint="d")
+        prefill, decode, again = telling(Side.PREFILL, 2), telling(Side.DECODE, 1), telling(Side.DECODE, 1)
         await again.start()
         try:
             async with standing(prefill, decode) as stand:
                 again.description = None  # it would be taken for stock, and would not fit
-                record = replace(again.instance, fingerprint="d", model="tiny", incarnation="1")
+                shown = fingerprint_of(Side.DECODE, "auto", "mooncake", manifests(Side.DECODE, 1), ())
+                record = replace(again.instance, fingerprint=shown, model="tiny", incarnation="1")
                 again.key = "secret"
                 stand.members.change(prefill.instance, record)
                 async with asyncio.timeout(LIMIT):
@@ -328,6 +328,16 @@ def test_a_record_that_says_whose_layout_it_has_is_used_before_it_is_asked() -> 
                 assert again.seen
         finally:
             await again.stop()
+
+    run(test)
+
+
+def test_a_server_that_is_known_is_looked_after_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        prefill, decode = telling(Side.PREFILL, 2), telling(Side.DECODE, 1)
+        async with standing(prefill, decode, limits=Limits(interval=0.01)):
+            await until(lambda: min(prefill.probes, decode.probes) > 3)
+            assert "cannot be looked after" not in caplog.text
 
     run(test)
 

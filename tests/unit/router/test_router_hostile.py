@@ -1,19 +1,25 @@
 """Requests and answers that are made to harm others: what they cost, and whom."""
 
 import asyncio
+import json
+import socket
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Self
 
+import aiohttp
 import pytest
 from multidict import CIMultiDict
 
 from sglang_hetero.discovery.record import Description, Instance
 from sglang_hetero.layout.manifest import Side
-from sglang_hetero.router import events, exchange
+from sglang_hetero.router import app, ask, events, exchange, fleet
 from sglang_hetero.router.health import Limits
 from sglang_hetero.router.policy import LeastTokens
-from tests.unit.router.fakes import DONE, Call, FakeServer, Stand, aborted, event, run, standing, token, until
+from tests.unit.router.fakes import DONE, LIMIT, Call, FakeServer, Stand, aborted, event, run, standing, token, until
 
 BODY = {"text": "What is a shard?", "sampling_params": {"max_new_tokens": 4}}
 
@@ -220,5 +226,122 @@ def test_a_request_for_endless_tokens_weighs_no_more_than_a_server_holds() -> No
             assert max(one["outstanding_tokens"] for one in said["servers"]) <= 20_000 + 5_000
             for one in (held, many):
                 one.cancel()
+
+    run(test)
+
+
+def test_a_router_on_its_own_list_does_not_pass_a_request_on_to_itself() -> None:
+    async def test() -> None:
+        prefill, decode = plain(Side.PREFILL), plain(Side.DECODE)
+        async with standing(prefill, decode) as stand:
+            assert (await stand.post("/generate", BODY, Via="1.0 other"))[0] == 200
+            via = decode.seen[0].headers.getall("Via")
+            assert via[0] == "1.0 other" and len(via) == 2
+            for path in ("/generate", "/v1/models"):
+                status, said = await stand.post(path, BODY, Via=", ".join(via))
+                assert status == 508 and "its own list" in said["error"]["message"]
+            assert len(decode.seen) == 1
+
+    run(test)
+
+
+def test_a_body_that_is_not_what_its_encoding_says_is_the_clients_fault() -> None:
+    async def test() -> None:
+        async with standing(plain(Side.PREFILL), plain(Side.DECODE)) as stand:
+            headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+            async with stand.client.post(stand.url + "/generate", data=b"{}", headers=headers) as response:
+                assert response.status == 400
+
+    run(test)
+
+
+SIZE = 32 << 20
+"""Bytes of an answer: more than the kernel takes of it while nobody reads."""
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "limit", lambda seconds: asyncio.timeout(seconds / 1000))
+
+    async def test() -> None:
+        prefill, decode = plain(Side.PREFILL), plain(Side.DECODE)
+        async with standing(prefill, decode) as stand:
+            decode.script = lambda call: call.answer(token("x" * SIZE))
+            with socket.create_connection(stand.url[len("http://") :].split(":")) as client:
+                body = json.dumps(BODY).encode()
+                head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+                await asyncio.to_thread(client.sendall, head + body)
+                await until(lambda: decode.seen)
+                await until(lambda: "does not read the answer" in caplog.text)
+                client.settimeout(LIMIT)
+                got = 0
+                with suppress(ConnectionError):
+                    while data := await asyncio.to_thread(client.recv, 1 << 20):
+                        got += len(data)
+                assert got < SIZE  # and the connection has ended
+
+    run(test)
+
+
+def test_servers_are_described_and_judged_while_names_are_looked_up() -> None:
+    """Looking up names takes the threads of the loop, for as long as a resolver likes."""
+
+    async def test() -> None:
+        loop, gate = asyncio.get_running_loop(), threading.Event()
+        with ThreadPoolExecutor(1) as only:
+            loop.set_default_executor(only)
+            loop.run_in_executor(None, gate.wait)
+            try:
+                async with standing(sized(Side.PREFILL, 10), sized(Side.DECODE, 10)) as stand:
+                    assert (await stand.post("/generate", BODY))[0] == 200
+            finally:
+                gate.set()
+
+    run(test)
+
+
+def test_the_time_for_a_connection_includes_that_for_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
+        assert exchange.TIMEOUT.connect == exchange.CONNECT_SECONDS
+        monkeypatch.setattr(exchange, "TIMEOUT", aiohttp.ClientTimeout(total=None, connect=0.01))
+        server = SimpleNamespace(instance=Instance(role=Side.DECODE, url="http://slow.example:1"))
+        async with aiohttp.ClientSession(connector=exchange.connector()) as session:
+            one = exchange.Exchange(session, server, "/generate", CIMultiDict(), b"")
+            with pytest.raises(exchange.Broken) as broken:
+                await one.open()
+            assert broken.value.kind == fleet.LOST
+
+    run(test)
+
+
+def test_a_long_answer_to_health_is_a_good_one_and_few_descriptions_are_read_at_once() -> None:
+    async def test() -> None:
+        servers = [plain(Side.PREFILL) for _ in range(3 * ask.DESCRIBED_AT_ONCE)]
+        server = servers[0]
+        await server.start()
+        server.answers["/well"] = "x" * (ask.MAX_WORDS + 1)
+        try:
+            async with aiohttp.ClientSession() as session:
+                asker = ask.Asker(session, None, LIMIT, "/well")
+                await asker.healthy(server.instance)
+                under_way, most = [], []
+
+                async def describing(instance: Instance) -> None:
+                    under_way.append(instance)
+                    most.append(len(under_way))
+                    await asyncio.sleep(0)
+                    under_way.remove(instance)
+
+                asker._describe = describing
+                await asyncio.gather(*(asker.describe(server.instance) for _ in servers))
+                assert len(most) == len(servers) and max(most) == ask.DESCRIBED_AT_ONCE
+                asker.close()
+        finally:
+            await server.stop()
 
     run(test)

@@ -202,3 +202,19 @@ def test_a_server_of_the_other_role_and_manifests_that_are_none_are_refused() ->
         described(decode_server(), description())
     with pytest.raises(RecordError):
         described(prefill_server(), description(manifests=(b"SGHM nonsense",)))
+
+
+def test_a_server_that_would_take_too_many_plans_is_refused_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "MAX_PLANS", 1)
+    assert Pairing().judge(prefill(2), decode(1)).fit is Fit.YES
+    monkeypatch.setattr(pairing, "MAX_PLANS", 0)
+    with patch.object(pairing, "plan") as plan:
+        verdict = Pairing().judge(prefill(2), decode(1))
+    assert verdict.fit is Fit.NO and "1 kinds of ranks" in verdict.reason and not plan.called
+
+
+def test_a_fingerprint_is_that_of_what_is_shown_and_a_reason_is_bounded() -> None:
+    honest, liar = (described(prefill_server(fingerprint=text), description()) for text in ("", "f" * 32))
+    assert honest.instance.fingerprint == liar.instance.fingerprint != "f" * 32
+    silent = described(prefill_server(), description(manifests=(), notes=("n" * 1000,) * 64, final=True))
+    assert silent.instance.fingerprint == "" and len(silent.why) == pairing.MAX_WHY
