@@ -16,6 +16,8 @@ _ENDS = re.compile(rb"\n\r?\n(?:\r?\n)*")
 """How an event may end: a proxy before a server may write line ends of its own. Further empty lines are no events."""
 MAX_EVENT = 64 << 20
 """Bytes of one event: the log-probabilities of a long prompt are a few MB."""
+MAX_DONE = 64
+"""Bytes at the end of an event in which [DONE] is looked for, before all of it is."""
 SHOWN = 500
 """Characters of a server's own words in an error of ours."""
 _EACH_TIME = re.compile(r"""\brid=(?:'[^']*'|"[^"]*"|\S+)|[0-9a-f]{32}|\d{6,}""")
@@ -68,6 +70,11 @@ def payload(event: bytes) -> bytes | None:
     """The data of an event; None for one without, a comment for example."""
     lines = [line[len(b"data:") :].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
+
+
+def is_done(event: bytes) -> bool:
+    """Whether it is the one with which SGLang ends every stream."""
+    return DONE in event[-MAX_DONE:] and payload(event) == DONE
 
 
 @dataclass(frozen=True)

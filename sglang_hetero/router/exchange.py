@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from sglang_hetero.errors import HeteroError
+from sglang_hetero.errors import HeteroError, RouterError
 
 from .ask import in_words, read_at_most
 from .body import Body
@@ -26,6 +26,7 @@ from .events import (
     Splitter,
     failure_in,
     failure_of,
+    is_done,
     payload,
     refusal,
     too_long,
@@ -211,12 +212,12 @@ class Exchange:
     async def pieces(self) -> AsyncGenerator[list[bytes], None]:
         """Events of a streamed answer, each whole: those that have come since the last ones.
 
-        Raises Broken when the connection breaks, for a stream without an event, for one that is too long, and for a
-        failure among the first ones that another server may not have. What has come of an event that the break cut in
-        two is dropped.
+        Raises Broken when the connection breaks, for a stream without an event or without its end, for one that is too
+        long, and for a failure among the first ones that another server may not have. What has come of an event that
+        the break cut in two is dropped.
         """
         response = await self.open()
-        splitter, begun, before = Splitter(), False, 0
+        splitter, begun, before, done = Splitter(), False, 0, False
         events: list[bytes] = []
         try:
             async for data in response.content.iter_any():
@@ -226,6 +227,7 @@ class Exchange:
                     telling = [self._tells(event) for event in new]
                     begun, before = any(telling), before + sum(map(len, new))
                 events += new
+                done = done or any(is_done(event) for event in new)
                 if begun and events:
                     yield events
                     events = []
@@ -239,7 +241,11 @@ class Exchange:
             raise Broken(
                 self.server, REFUSED, refusal(HTTPStatus.BAD_GATEWAY, "its stream ended before the first event")
             )
-        if rest := splitter.rest.strip():
+        rest = splitter.rest.strip()
+        if not done and not is_done(rest):
+            # A proxy between, or a server that ends a stream with its connection, makes no error of one that is cut.
+            raise self._lost(RouterError("its stream ended without [DONE]"))
+        if rest:
             yield [rest + END]
 
     def _tells(self, event: bytes) -> bool:

@@ -15,6 +15,7 @@ from sglang_hetero.router.fleet import Fleet, NoPair, Server
 from sglang_hetero.router.health import Limits
 from sglang_hetero.router.pairing import Fit, Pairing, Verdict, stock
 from sglang_hetero.router.policy import MAX_OFFERED, LeastTokens, Pairs, RoundRobin, choice
+from tests.unit.discovery.servers import manifests
 from tests.unit.router.fakes import Changing, run, until
 
 
@@ -100,6 +101,18 @@ def test_a_policy_of_ones_own_is_offered_no_more_than_it_can_look_at() -> None:
     assert policy.offered == MAX_OFFERED
     with pytest.raises(ValueError):
         choice(type("Other", (), {"choose": lambda *_: None})(), Pairs([([server(Side.PREFILL, 1)],) * 2]), 1)
+
+
+def test_pairs_of_few_ranks_are_judged_first() -> None:
+    """So that nobody's large ones keep the others waiting."""
+    ranks = manifests(Side.PREFILL, 4), manifests(Side.DECODE, 4)
+    large, small = ([server(side, number) for side in Side] for number in (1, 2))
+    for one, all_ranks in zip(large, ranks, strict=True):
+        one.known = replace(one.known, ranks=all_ranks)
+    for one, all_ranks in zip(small, ranks, strict=True):
+        one.known = replace(one.known, ranks=all_ranks[:1])
+    found = Fits().unjudged([*large, *small])
+    assert [len(left.ranks) * len(right.ranks) for left, right in found] == [1, 4, 4, 16]
 
 
 def test_verdicts_on_layouts_that_nobody_has_any_more_are_dropped() -> None:

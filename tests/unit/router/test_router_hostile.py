@@ -192,22 +192,41 @@ class Pieces:
         for one in self.pieces:
             yield one
 
-    async def all(self) -> list[bytes]:
-        """What an exchange makes of it."""
+    def exchange(self) -> exchange.Exchange:
+        """Of which this is the server's side."""
         server = SimpleNamespace(instance=Instance(role=Side.DECODE, url="http://10.0.0.1:1"))
-        one = exchange.Exchange(self, server, "/generate", CIMultiDict(), b"")
-        return [event async for events in one.pieces() for event in events]
+        return exchange.Exchange(self, server, "/generate", CIMultiDict(), b"")
+
+    async def all(self) -> list[bytes]:
+        """What it makes of it."""
+        return [event async for events in self.exchange().pieces() for event in events]
 
 
 def test_what_comes_before_the_first_event_is_looked_at_once_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     monkeypatch.setattr(exchange, "payload", lambda event: looked.append(event) or events.payload(event))
     pings = [b": ping %d\n\n" % number for number in range(20)]
-    found = asyncio.run(Pieces(b"\n\n", *pings, b"\n\n", event(token("b"))).all())
-    assert found == looked == [*pings, event(token("b"))]
+    found = asyncio.run(Pieces(b"\n\n", *pings, b"\n\n", event(token("b")), DONE).all())
+    assert found == [*pings, event(token("b")), DONE] and looked == found[:-1]
     with pytest.raises(exchange.Broken, match="before the first event") as broken:
         asyncio.run(Pieces(*[b": ping\n\n"] * (exchange.MAX_BEFORE // 8 + 1), event(token("b"))).all())
     assert not broken.value.failure.blame
+
+
+@pytest.mark.parametrize("end", [b"", event(token("c"))[:-9], b"data: [DO"])
+def test_a_stream_without_its_end_is_one_that_broke(end: bytes) -> None:
+    async def test() -> None:
+        got = []
+        with pytest.raises(exchange.Broken, match=r"without \[DONE\]") as broken:
+            async for some in Pieces(event(token("b")), end).exchange().pieces():
+                got += some
+        assert got == [event(token("b"))] and broken.value.kind == fleet.LOST
+        whole = [event(token("b")), DONE.strip()]  # a proxy has cut the empty line off
+        assert await Pieces(*whole).all() == [whole[0], DONE]
+
+    run(test)
+
+    run(test)
 
 
 def test_a_request_for_endless_tokens_weighs_no_more_than_a_server_holds() -> None:
