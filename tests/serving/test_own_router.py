@@ -225,3 +225,4 @@ def test_etcd_may_go_and_come_back(served):
         served.etcd.start()
     until(lambda: not answer(served, "/hetero/pairs")["trouble"])
     served.check(prompt, served.ask(prompt))
+    assert "Traceback" not in router_log(served), "the router has caught an error of its own, and gone on"
