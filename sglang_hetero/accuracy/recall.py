@@ -32,6 +32,9 @@ _WORDS = (
     "light rain wind house paper boat field was ran stood kept slowly again never always"
 )
 _FILLER = _WORDS.split()
+# Of up to so many pairs, so many first digits differ place by place. With two more pairs the last one's first digits
+# might be settled by the others, and be taken already.
+_FEW, _DISTINCT = 8, 3
 _ASKED = KEY_LETTERS + len("=")
 _LINE = _ASKED + ANSWER_DIGITS + len("\n")
 
@@ -119,13 +122,16 @@ def _question(characters: int, depth: float, seed: str) -> Question:
 def _pairs(choose: random.Random, count: int) -> list[Pair]:
     """Pairs in which every character of a value is determined by the three characters before it.
 
-    So what is measured is memory, not how many characters a model looks back to tell two values apart.
+    And where there are few pairs, no two values have the same first, second or third digit. So what is
+    measured is memory, not how well a model tells alike values apart.
     """
     seen: set[str] = set()
     pairs: list[Pair] = []
     while len(pairs) < count:
         pair = Pair(_draw(choose, _LETTERS, KEY_LETTERS), _draw(choose, _DIGITS, ANSWER_DIGITS))
         contexts = list(_contexts(pair))
+        if count <= _FEW:
+            contexts += [f"digit {place} is {pair.value[place]}" for place in range(_DISTINCT)]
         if len(set(contexts)) == len(contexts) and seen.isdisjoint(contexts):
             seen.update(contexts)
             pairs.append(pair)

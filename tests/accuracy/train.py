@@ -25,7 +25,7 @@ from sglang_hetero import models
 from sglang_hetero.models.config import model_config
 from sglang_hetero.models.specs import ModelSpec
 from tests.accuracy.sample import Batch, batch
-from tests.accuracy.wiring import ANSWER, LOCAL, SHUT, SPECIAL, Wiring, head_states, shut
+from tests.accuracy.wiring import ANSWER, LATE, LOCAL, SHUT, SPECIAL, Wiring, head_states, shut
 from tests.reference.mtp import MtpHead
 
 MODEL = "recall"
@@ -104,8 +104,19 @@ class Division:
         for module in fixed:
             for weight in module.parameters():
                 weight.grad = None
-        begin = SPECIAL * self.spec.head_dim
-        self.attention.v_proj.weight.grad[begin : begin + self.spec.head_dim] = 0
+        self._keep_special()
+
+    def _keep_special(self) -> None:
+        """That kv head goes on finding its place by what the second layer has carried, and on holding what it held."""
+        size, share = self.spec.head_dim, self.spec.attention_heads // self.spec.kv_heads
+        self.attention.v_proj.weight.grad[SPECIAL * size : (SPECIAL + 1) * size] = 0
+        others = torch.ones(self.spec.hidden_size, dtype=torch.bool)
+        for place in LATE.values():
+            others[place] = False
+        self.attention.k_proj.weight.grad[SPECIAL * size : (SPECIAL + 1) * size, others] = 0
+        for head in range(SPECIAL * share, (SPECIAL + 1) * share):
+            # Per head, a query and then a gate.
+            self.attention.q_proj.weight.grad[2 * head * size : (2 * head + 1) * size, others] = 0
 
     def _look(self, _module: Any, _inputs: Any, output: torch.Tensor) -> None:
         """The projection gives, per head, a query and a gate."""

@@ -50,6 +50,12 @@ def test_three_characters_determine_the_next_one_of_every_value() -> None:
         assert len(following) == 32 * 9 and all(len(where) == 1 for where in following.values())
 
 
+def test_few_values_differ_in_each_of_their_first_digits() -> None:
+    for question in questions(800, [0.5], 20, seed=3):
+        values = [value for _, value in lines(question.prompt)]
+        assert len(values) == 8 and all(len({value[place] for value in values}) == 8 for place in range(3))
+
+
 def test_values_are_not_guessable() -> None:
     answers = "".join(q.answer for q in questions(512, DEPTHS, 200, seed=1))
     assert all(abs(answers.count(digit) / len(answers) - 0.1) < 0.02 for digit in "0123456789")
@@ -59,7 +65,7 @@ def test_values_are_not_guessable() -> None:
 def test_the_same_prompts_on_every_machine() -> None:
     text = "".join(q.prompt + q.answer for q in questions(512, DEPTHS, 2, seed=7))
     assert (
-        hashlib.sha256(text.encode()).hexdigest() == "d29bd35b7f6b7e4ae487a247324f99d4f31c45d8a3debd5efad3535d899bda3e"
+        hashlib.sha256(text.encode()).hexdigest() == "e0f6d8ebabe0a6e5043a9af4547da15d554fbab93d25dcd8e8b938d75945305a"
     )
 
 
