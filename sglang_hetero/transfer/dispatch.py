@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from sglang_hetero.device import Lane
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.manifest import Manifest
 from sglang_hetero.merge.assemble import Memory
@@ -22,7 +23,6 @@ from sglang_hetero.perf.records import Perf, silent
 
 from . import fields, messages
 from .counters import Counters
-from .device import Lane
 from .engine.base import Engine
 from .faults import Faults
 from .lifetime import Epochs, SendingStatus

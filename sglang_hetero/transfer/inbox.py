@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sglang_hetero.device import Done
 from sglang_hetero.errors import ProtocolError
 from sglang_hetero.perf.records import ReceivedRecord
 
 from . import messages
-from .device import Done
 from .lifetime import Receiving, ReceivingStatus, Repetition, Stillness
 from .outbox import Ids
 from .pieces import Coverage, Piece, StageProgram, StateMode

@@ -11,11 +11,11 @@ import logging
 
 import numpy as np
 
+from sglang_hetero.device import Done, at_once
 from sglang_hetero.errors import HeteroError, ProtocolError
 from sglang_hetero.layout.wire import decode as decode_manifest
 
 from . import integrity, messages
-from .device import Done, at_once
 from .dispatch import MAX_FORMER, MAX_OPEN, MAX_PARKED, MAX_PEERS, Dispatch, Former, Parked
 from .lifetime import SendingStatus
 from .link import Awaited, Endpoint

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_hetero.device import ForwardLane, Lane
 from sglang_hetero.errors import HeteroError, ProtocolError
 from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.layout.wire import encode as encode_manifest
@@ -28,7 +29,6 @@ from sglang_hetero.perf.records import Perf, silent
 
 from . import lifetime, messages
 from .counters import Counters
-from .device import ForwardLane, Lane
 from .engine.base import Engine
 from .faults import Faults
 from .heard import Heard

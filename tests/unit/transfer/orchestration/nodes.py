@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from sglang_hetero.device import ForwardLane, Lane
 from sglang_hetero.layout import Coordinates, Side
 from sglang_hetero.layout.wire import encode as encode_manifest
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.decode import DecodeSide
-from sglang_hetero.transfer.device import ForwardLane, Lane
 from sglang_hetero.transfer.engine.loopback import Fabric, LoopbackEngine
 from sglang_hetero.transfer.link import Endpoint
 from sglang_hetero.transfer.prefill import PrefillSide

@@ -1,7 +1,9 @@
-"""Streams and their completion, the same for a CPU, an NPU and a GPU: the only place of the transfer that asks which.
+"""Devices, their streams and the completion of work, the same for a CPU, an NPU and a GPU.
 
-torch's generic device module (`torch.get_device_module`) gives streams and events by device type, so that nothing here
-names a vendor. On a CPU work is complete when the call returns.
+The only place that asks which of them it is, and the only one that calls a vendor's module: torch's generic device
+module (`torch.get_device_module`) gives all of it by device type, so that nothing here names a vendor. What is called
+of torch_npu's module is listed in docs/ascend.md and compared with its release. On a CPU work is complete when the
+call returns.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,17 +24,40 @@ def at_once() -> bool:
 
 
 def on_device(device: torch.device) -> None:
-    """Make a device the present thread's: events and streams of another one are not to be asked from it."""
-    if device.type != "cpu" and device.index is not None:
-        torch.get_device_module(device).set_device(device)
+    """Make a device the present thread's. Every thread of ours that touches a device or an engine begins with this.
+
+    A new thread's device is number 0 whatever the process uses: streams, events and an engine's copies of another one
+    are not to be asked for from it, and the first call would put a context on device 0 besides.
+    """
+    module = _module(device)
+    if module is not None and device.index is not None:
+        module.set_device(device)
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a device, for a CPU of its host."""
+    module = _module(device)
+    if module is None:
+        import psutil
+
+        found = psutil.virtual_memory()
+        return int(found.available), int(found.total)
+    free, total = module.mem_get_info(device)
+    return int(free), int(total)
+
+
+def properties(device: torch.device) -> Any:
+    """What a device's vendor says of it (`name`, and its processors under a name of the vendor's); None for a CPU."""
+    module = _module(device)
+    return None if module is None else module.get_device_properties(device)
 
 
 class Lane:
     """A stream of its own on which one worker thread puts copies, apart from the model's forward passes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._device = device
+        self._module = _module(device)
+        self.device = device
         self._stream: Any = None
 
     @contextmanager
@@ -42,7 +67,7 @@ class Lane:
             yield
             return
         if self._stream is None:
-            self._stream = self._module.Stream(device=self._device)
+            self._stream = self._module.Stream(device=self.device)
         try:
             with self._module.stream(self._stream):
                 yield
@@ -56,7 +81,7 @@ class ForwardLane:
 
     def __init__(self, device: torch.device, stream: Any = None) -> None:
         """stream: the one that forward passes run on; None for the current one."""
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._module = _module(device)
         self._stream = stream
 
     @property
@@ -89,7 +114,7 @@ class HostCopy:
     def __init__(self, values: torch.Tensor) -> None:
         """values: any integer dtype and shape. The copy is enqueued on the current stream."""
         self._done: Done = at_once
-        if values.device.type == "cpu":
+        if _module(values.device) is None:
             self._host = values.clone()
             return
         self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -104,3 +129,22 @@ class HostCopy:
     def array(self) -> npt.NDArray[np.int64]:
         """The values, int64, one-dimensional; only when they are ready."""
         return self._host.reshape(-1).numpy().astype(np.int64)
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array where work on the current stream reads it. Whoever has enqueued that work may forget it at once.
+
+    torch's allocators see to that, torch_npu's as well as those for CUDA: pinned memory that is copied from without
+    waiting is not given out again before the copy is complete (the copy records an event with the allocator), and what
+    was allocated with a stream current goes to work of that stream only, which comes behind. So the array must be made,
+    and the work that reads it enqueued, with one and the same stream current.
+    """
+    host = torch.from_numpy(values)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def _module(device: torch.device) -> Any:
+    """torch's module of a kind of device, such as torch.npu; None for a CPU, which needs none."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
