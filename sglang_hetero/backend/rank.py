@@ -19,6 +19,7 @@ from sglang_hetero.layout.pools import describe
 from sglang_hetero.transfer.memory import memory_of
 
 from .conv_axis import conv_of
+from .first_token import described
 from .pairing import Conv, Here
 from .support import reasons, sglang_reader
 
@@ -81,6 +82,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
             target_pool=queue.token_to_kv_pool,
             draft_pool=queue.draft_token_to_kv_pool,
             mamba_pool=_mamba_pool(queue),
+            row=described(queue.metadata_buffers),
         )
         memory = memory_of(manifest, [pool for pool in pools if pool is not None])
     except HeteroError as error:
