@@ -30,8 +30,22 @@ def on_device(device: torch.device) -> None:
     are not to be asked for from it, and the first call would put a context on device 0 besides.
     """
     module = _module(device)
-    if module is not None and device.index is not None:
-        module.set_device(device)
+    if module is None:
+        return
+    if device.index is None:
+        raise ValueError(f"the device {device} has no number, so that a thread cannot take it; see `numbered`")
+    module.set_device(device)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The same device with its number, if it has none the present thread's: SGLang's pools say npu, whichever it is.
+
+    From SGLang's own thread, which has taken its device. Only a numbered one can be taken by other threads.
+    """
+    module = _module(device)
+    if module is None or device.index is not None:
+        return device
+    return torch.device(device.type, module.current_device())
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_hetero.device import numbered
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
@@ -93,7 +94,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
         logger.exception("this rank's caches cannot be described")
         manifest = memory = None
         unsupported.append(f"its caches cannot be described: {type(error).__name__}: {error}")
-    device = torch.device(queue.token_to_kv_pool.device)
+    device = numbered(torch.device(queue.token_to_kv_pool.device))
     return Rank(
         side,
         queue.scheduler,

@@ -132,6 +132,7 @@ class Dispatch:
         self._faults = Faults(manifest.label, logger)
         self.perf = perf or silent(manifest.side, manifest.label)
         self._writer = Writer(engine, memory, packs, lane)
+        self._device = lane.device
         self._busy_waits = engine.busy_waits
         self._post, self._control, self._events = post, control, events
         self._stall_seconds, self._clock = stall_seconds, clock

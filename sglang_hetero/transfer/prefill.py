@@ -113,7 +113,7 @@ class PrefillSide(Dispatch):
         The lock is held. Raises ProtocolError if there are too many.
         """
         gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
-        peer.mover = Mover(peer.label, self._turn, yields=self._busy_waits)
+        peer.mover = Mover(peer.label, self._turn, self._device, yields=self._busy_waits)
         peer.heard = self._clock()
         self._peers[peer.incarnation] = peer
         return gone

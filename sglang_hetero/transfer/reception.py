@@ -159,9 +159,9 @@ class Reception:
         self._heard = Heard()
         self._next_look = 0.0
         self._lane = Lane(arena.device)
-        self._worker = MergeWorker(manifest.label, self._merge_batch, self._turn_failed)
+        self._worker = MergeWorker(manifest.label, self._merge_batch, self._turn_failed, arena.device)
         readers = MAX_READERS if settings.parallel_pull else 1
-        self._puller = Puller(engine, ThreadPoolExecutor(readers, thread_name_prefix="hetero-reader"))
+        self._puller = Puller(engine, ThreadPoolExecutor(readers, thread_name_prefix="hetero-reader"), arena.device)
 
     # Actions of the machines; the lock is held.
 
