@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import torch
 
+from sglang_hetero.device import Done, at_once, to_device
 from sglang_hetero.errors import HeteroError, ProtocolError, StagingError, TransferRefused
 
 from . import integrity, messages
@@ -70,11 +70,10 @@ class DecodeSide(Reception):
         """
         mode = self.settings.mode
         now = self._clock()
-        problem = self._begin_empty(room, source_set, pages)
-        emptied = self._forward.done()  # also of what was enqueued before an error
+        ids = np.array(pages, dtype=np.int64)
+        emptied, problem = self._begin_empty(room, source_set, ids)
         with self._lock:
             use = self._use(room)  # also of one that is refused: the other ranks may take it
-            ids = np.array(pages, dtype=np.int64)
             if room in self._current:
                 raise TransferRefused(f"{self.manifest.label} has another request with room {room} under way")
             self._epoch += 1
@@ -106,18 +105,18 @@ class DecodeSide(Reception):
             outgoing += self._grant()
         self._send(outgoing)
 
-    def _begin_empty(self, room: int, source_set: SourceSet, pages: Ids) -> str:
-        """Empty what nobody sends in these pages. Returns why that is not possible, or an empty text."""
+    def _begin_empty(self, room: int, source_set: SourceSet, pages: Ids) -> tuple[Done, str]:
+        """Empty what nobody sends in these pages. Tells when the device has, and why that is not possible, if so."""
         if not source_set.plan.missing:
-            return ""
+            return at_once, ""
+        problem = ""
         try:
             with self._forward.active():
-                ids = torch.tensor(pages, dtype=torch.int64, device=self._arena.device)
-                source_set.assembler.begin_empty(ids)
+                source_set.assembler.begin_empty(to_device(pages, self._arena.device))
         except Exception as error:  # SGLang's scheduler serves other requests, and would end with it
             logger.exception("room %d: the pages of its draft caches cannot be emptied", room)
-            return f"its draft caches cannot be emptied: {type(error).__name__}: {error}"
-        return ""
+            problem = f"its draft caches cannot be emptied: {type(error).__name__}: {error}"
+        return self._forward.done(), problem  # also of what was enqueued before an error
 
     def _use(self, room: int) -> str:
         """A name for this use of a room, without asking the other ranks of this server: they count the same.

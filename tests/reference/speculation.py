@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from tests.reference.mtp import MtpHead, load_head
 from tests.reference.target import continue_prompt, load, one_thread
@@ -68,14 +69,21 @@ class Speculation:
 @torch.inference_mode()
 @one_thread()
 def greedy_with_mtp(
-    model_path: Path | str, prompt_ids: Sequence[int], n: int, depth: int, dtype: torch.dtype = torch.float32
+    model_path: Path | str,
+    prompt_ids: Sequence[int],
+    n: int,
+    depth: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    prompt_drafted: bool = True,
 ) -> Speculation:
     """Decode n >= 1 tokens after the prompt with drafts of `depth` tokens (SGLang: NEXTN, --speculative-num-steps
     depth, topk 1, depth + 1 draft tokens); an end token does not stop it (ignore_eos).
 
     The first token comes from the prompt alone, every round then adds the accepted drafts and one token of the
     target. SGLang counts all accepted drafts of the last round, also those that max_new_tokens cuts off
-    (managers/scheduler_components/batch_result_processor.py).
+    (managers/scheduler_components/batch_result_processor.py). prompt_drafted: False where prefill has no draft model,
+    so that the head's cache of the prompt is 0 and the first draft is the first token again (docs/speculation.md).
     """
     target = load(model_path, dtype)
     prompt = list(prompt_ids)
@@ -83,6 +91,8 @@ def greedy_with_mtp(
     known = continue_prompt(target, prompt, n + depth)
     text = prompt + known.tokens
     drafter = _Drafter(load_head(model_path, dtype), text, known.hidden)
+    if not prompt_drafted:
+        drafter.forget(len(prompt), text, known.hidden)
 
     accepted: list[int] = []
     confirmed = len(prompt) + 1
@@ -109,11 +119,30 @@ class _Drafter:
         layer: Any = cache.layers[0]
         self._keys, self._values = layer.keys, layer.values  # [1, kv_heads, entries, head_dim]
 
+    def forget(self, entries: int, text: list[int], hidden: torch.Tensor) -> None:
+        """The cache's first entries are 0, and nothing is known of what they would have drafted.
+
+        The others keep their keys and values, which are made of their own input alone, and see 0 where those were.
+        """
+        self._keys[:, :, :entries] = 0
+        self._values[:, :, :entries] = 0
+        self._states[entries - 1] = 0
+        self._guesses[entries - 1] = text[entries]
+        for entry in range(entries, len(self._states)):
+            state, guess = self._head(
+                torch.tensor(text[entry + 1 : entry + 2]), hidden[entry : entry + 1], entry, self._first(entry)
+            )
+            self._states[entry], self._guesses[entry] = state[0], guess[0]
+
+    def _first(self, entries: int) -> DynamicCache:
+        cache = self._head.empty_cache()
+        cache.update(self._keys[:, :, :entries], self._values[:, :, :entries], 0)
+        return cache
+
     def draft(self, confirmed: int, depth: int) -> list[int]:
         """`depth` guesses after the first `confirmed` tokens of the text."""
         entries = confirmed - 1  # the last token has no hidden state yet
-        cache = self._head.empty_cache()
-        cache.update(self._keys[:, :, :entries], self._values[:, :, :entries], 0)
+        cache = self._first(entries)
         state, guess = self._states[entries - 1 : entries], self._guesses[entries - 1 : entries]
         drafts = [int(guess)]
         while len(drafts) < depth:
