@@ -141,3 +141,9 @@ def test_what_a_kernel_raises_is_kept_as_the_cause():
     with pytest.raises(NoKernel) as caught:
         triton_ops.start(kernel, torch.zeros(1))
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_two_threads_that_fail_at_the_same_time_say_it_once(here, caplog):
+    for thread in range(2):  # both had begun before the first one failed
+        here.give_up(RuntimeError(f"thread {thread}"))
+    assert len(said(caplog)) == 1 and "thread 0" in said(caplog)[0]
