@@ -37,7 +37,7 @@ IMPORTED_FIRST = ("torch", "transformers", "pytest")
 """Before the first fork. Importing anything in this process must start no thread, because of the forks."""
 NOT_SHARED = ("sglang", "sgl_kernel")
 """Packages that each stage imports anew: what is tested, and what might import it."""
-STAGE_SECONDS = 240
+STAGE_SECONDS = 400
 """After which a stage that has not ended is ended, with the place where it stands."""
 FLAGS = re.DOTALL | re.MULTILINE
 """Of the regular expressions of faults: pytest adds lines to the message of an assertion."""
@@ -104,11 +104,14 @@ def installed() -> Path:
     return Path(spec.origin).parent.parent
 
 
+def given_source(folder: Path) -> Path:
+    if not (folder / "sglang" / "srt").is_dir():
+        raise Unfit(f"{folder} has no sglang/srt: of a clone of SGLang it is the folder python")
+    return folder
+
+
 def copy(source: Path, into: Path) -> None:
-    package = source / "sglang"
-    if not (package / "srt").is_dir():
-        raise Unfit(f"{source} has no sglang/srt: of a clone of SGLang it is the folder python")
-    shutil.copytree(package, into / "sglang", ignore=shutil.ignore_patterns(*NOT_NEEDED))
+    shutil.copytree(source / "sglang", into / "sglang", ignore=shutil.ignore_patterns(*NOT_NEEDED))
 
 
 def apply(patch: Patch, tree: Path, *options: str) -> str | None:
@@ -323,8 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not chosen:
             raise Unfit(f"there is no patch {' '.join(given.only)}: {', '.join(patch.name for patch in patches())}")
+        source = installed() if given.source is None else given_source(given.source)
         prepare()
-        source = given.source or installed()
         with tempfile.TemporaryDirectory(prefix="sglang-patches-") as folder:
             tree, logs = Path(folder).resolve() / "tree", given.logs or Path(folder)
             tree.mkdir()

@@ -1,6 +1,7 @@
 """patches/check: its own judgement, and that it shows what patches/README.md says of the installed SGLang."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ def folder(tmp_path) -> Path:
     return copied
 
 
+@pytest.mark.timeout(1200)  # on a machine that is busy with other things
 def test_every_fault_is_shown_and_repaired():
     done = run(PATCHES)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,6 +55,7 @@ def test_every_fault_is_shown_and_repaired():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", SLIPS)
 def test_a_slip_in_a_patch_is_noticed(folder, number):
     right, wrong = SLIPS[number]
@@ -84,19 +87,36 @@ def test_with_the_patch_everything_must_pass(check):
     assert check.judge_patched([]) == ["no test has run"]
 
 
-def test_a_stage_that_dies_is_a_failed_test(check, tmp_path):
-    test = tmp_path / "test_dies.py"
-    test.write_text("import os\n\ndef test_dies():\n    print('going', flush=True)\n    os._exit(0)\n")
-    (found,) = check.stage(tmp_path, [test], tmp_path / "log").tests
-    assert not found.passed and not found.file and "without a result" in found.message
+def staged(folder: Path, test: str) -> list[dict]:
+    """What a stage says of a test file with this text. In a process that has no threads and no SGLang."""
+    (folder / "test_staged.py").write_text(test)
+    code = (
+        "import check, json, pathlib, sys; folder = pathlib.Path(sys.argv[1]);"
+        "found = check.stage(folder, [folder / 'test_staged.py'], folder / 'log').tests;"
+        "print(json.dumps([vars(test) for test in found]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, check=False, cwd=PATCHES)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_a_stage_says_which_source_it_has_run(check, tmp_path):
-    """Nothing in the folder is SGLang's source, so that the installed one is found."""
-    test = tmp_path / "test_imports.py"
-    test.write_text("def test_imports():\n    import sglang.version\n")
-    elsewhere = [found for found in check.stage(tmp_path, [test], tmp_path / "log").tests if not found.passed]
-    assert elsewhere and all("was imported from" in found.message for found in elsewhere)
+def test_a_stage_that_dies_is_a_failed_test(tmp_path):
+    (found,) = staged(tmp_path, "import os\n\ndef test_dies():\n    os._exit(0)\n")
+    assert not found["passed"] and not found["file"] and "without a result" in found["message"]
+
+
+def test_a_stage_says_which_source_it_has_run(tmp_path):
+    tree = tmp_path / "tree"
+    for name in ("tree/sglang", "elsewhere/sglang"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "__init__.py").touch()
+    first = f"import sys\nsys.path.insert(0, {str(tmp_path / 'elsewhere')!r})\n"
+    test = "def test_imports():\n    import sglang\n"
+    assert [found["passed"] for found in staged(tree, test)] == [True]
+    assert [(found["name"], found["passed"]) for found in staged(tree, first + test)] == [
+        ("test_imports", True),
+        ("sglang", False),
+    ]
 
 
 def test_a_patch_that_does_not_apply_changes_nothing(check, tmp_path):
