@@ -10,12 +10,14 @@ import pytest
 
 from sglang_hetero.layout.window import ConvLayout
 
-from . import Geometry, Harness, Leftovers
+from . import Forward, Geometry, Handoff, Harness, Leftovers
 from .product import (
+    OFF,
     PULL,
     PUSH,
     VERIFY,
     around_pages,
+    check,
     check_all_is_back,
     check_ours,
     geometry,
@@ -60,4 +62,43 @@ def test_every_byte_arrives_and_no_other_is_written(
             counters = pair.hetero("hetero_counters")
             assert sum(each.get("verified", 0) for each in counters) > 0
             assert not any(each.get("differences") for each in counters)
+        check_all_is_back(pair)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=lambda pair: f"P{pair[0]}D{pair[1]}")
+@pytest.mark.parametrize(
+    ("depths", "layout", "words"),
+    [
+        ((OFF_DEPTH, DEPTH_3), ConvLayout.CHANNELS_FIRST, "is speculative decoding the same on both sides"),
+        ((DEPTH_3, OFF_DEPTH), ConvLayout.CHANNELS_FIRST, "is speculative decoding the same on both sides"),
+        ((DEPTH_1, DEPTH_5), ConvLayout.WINDOW_FIRST, "number of draft tokens"),
+        ((DEPTH_5, DEPTH_1), ConvLayout.WINDOW_FIRST, "number of draft tokens"),
+    ],
+    ids=["decode-drafts", "prefill-drafts", "more-at-decode", "more-at-prefill"],
+)
+def test_sglang_s_own_path_is_refused(
+    harness: Harness, depths: tuple[int, int], layout: ConvLayout, words: str, sizes: tuple[int, int]
+) -> None:
+    """It writes rows of metadata and slots at prefill's sizes, or ends its transfer thread with an exception."""
+    theirs, ours = sides(layout, *depths)
+    with harness.pair(
+        theirs, prefill_tp=sizes[0], decode_tp=sizes[1], decode_geometry=ours, prefill_env=OFF, decode_env=OFF
+    ) as pair:
+        result = pair.handoff_many([Handoff(70, seed=1), Handoff(10, seed=2)])
+        for outcome in result.outcomes:
+            assert not outcome.prefill and not outcome.decode, outcome
+            assert any(words in reason and "remove SGLANG_HETERO=off" in reason for reason in outcome.reasons), outcome
+        assert not result.differences, [str(difference) for difference in result.differences]
+
+
+@pytest.mark.parametrize("layout", ConvLayout, ids=lambda layout: layout.value)
+@pytest.mark.parametrize("depths", DEPTHS, ids=lambda pair: f"P-{IDS[pair[0]]}-D-{IDS[pair[1]]}")
+def test_layer_by_layer(harness: Harness, depths: tuple[int, int], layout: ConvLayout) -> None:
+    """Forward passes of prefill, the draft's included where it has one, and pieces that leave while they run."""
+    theirs, ours = sides(layout, *depths)
+    with harness.pair(
+        theirs, prefill_tp=2, decode_tp=1, decode_geometry=ours, forward=Forward(layer_seconds=0.005)
+    ) as pair:
+        result = check(pair, around_pages(64))
+        assert result.early_bytes > 0
         check_all_is_back(pair)
