@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from sglang_hetero.merge import chip
+from sglang_hetero.merge import chip, triton_ops
 
 NPU = "privateuseone"
 """What torch_npu calls npu."""
@@ -81,3 +81,20 @@ def test_a_device_is_asked_once(says):
     says(name="Ascend910B2", vector_core_num=40)
     assert chip.chip(torch.device(NPU, 1)) is first
     assert chip.chip(torch.device(NPU, 2)).programs == 40
+
+
+@pytest.mark.parametrize(("cores", "started"), [(20, 20), (48, 48), (64, 48)])
+def test_as_many_programs_start_as_the_chip_has_cores_and_no_more_than_tiles(monkeypatch, cores, started):
+    """Three layers of two pages of 128 tokens of 2 KiB: 48 tiles of 32 KiB."""
+    grids = []
+
+    class Kernels:
+        class copy_blocks:
+            def __class_getitem__(cls, grid):
+                return lambda *_, **figures: grids.append((grid, figures["tasks"]))
+
+    monkeypatch.setattr(triton_ops, "triton_kernels", Kernels)
+    monkeypatch.setattr(triton_ops, "chip", lambda device: chip.npu("Ascend910B2", cores))
+    shard = torch.zeros(3, 2, 128, 4, 256, dtype=torch.bfloat16)
+    triton_ops.merge_kv(shard, [shard], torch.tensor([0, 1]), [0])
+    assert grids == [((started,), 48)]
