@@ -15,6 +15,7 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.cpu import commands as cpu
     from sglang_hetero.demo import command as demo
     from sglang_hetero.discovery import command as instances
+    from sglang_hetero.doctor import command as doctor
     from sglang_hetero.explain import command as explain
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
@@ -35,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_parser(subparsers)
     trace.add_parser(subparsers)
     state.add_parser(subparsers)
+    doctor.add_parser(subparsers)
     instances.add_parser(subparsers)
     router.add_parser(subparsers)
     sync_router.add_parser(subparsers)
