@@ -15,6 +15,7 @@ from .product import (
     OFF,
     PULL,
     PUSH,
+    STOCK,
     VERIFY,
     around_pages,
     check,
@@ -102,3 +103,18 @@ def test_layer_by_layer(harness: Harness, depths: tuple[int, int], layout: ConvL
         result = check(pair, around_pages(64))
         assert result.early_bytes > 0
         check_all_is_back(pair)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=lambda pair: f"P{pair[0]}D{pair[1]}")
+def test_without_this_package_on_either_side_rows_of_other_requests_are_overwritten(
+    harness: Harness, sizes: tuple[int, int]
+) -> None:
+    """What the refusals above are for: success is said, with equal TP sizes, too. It fails on the day that upstream is
+    right."""
+    theirs, ours = sides(ConvLayout.CHANNELS_FIRST, OFF_DEPTH, DEPTH_3)
+    with harness.pair(
+        theirs, prefill_tp=sizes[0], decode_tp=sizes[1], decode_geometry=ours, prefill_env=STOCK, decode_env=STOCK
+    ) as pair:
+        result = pair.handoff_many([Handoff(70, seed=1), Handoff(10, seed=2)])
+        assert result.succeeded, result.outcomes
+        assert any(each.name == "output_hidden_states" and each.foreign_items for each in result.differences)
