@@ -23,6 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.router import command as router
     from sglang_hetero.router import sync_command as sync_router
     from sglang_hetero.state import command as state
+    from sglang_hetero.validate import command as validate
 
     parser = argparse.ArgumentParser(
         prog="sglang-hetero",
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_parser(subparsers)
     state.add_parser(subparsers)
     doctor.add_parser(subparsers)
+    validate.add_parser(subparsers)
     instances.add_parser(subparsers)
     router.add_parser(subparsers)
     sync_router.add_parser(subparsers)
