@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup ascend-env demo test test-full unit mutants faults lint format bench bench-small failover clean
+.PHONY: help setup ascend-env demo test test-full unit mutants faults patches lint format bench bench-small failover clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
@@ -17,6 +17,7 @@ help:
 	@echo "make unit    the tests that start no server (about 12 minutes)"
 	@echo "make mutants put in about a hundred faults one by one; the tests must notice each; ends caught N/N"
 	@echo "make faults  kill, stop, cut and confuse running pairs and servers; ends N faults, 0 wrong, 0 leaked, 0 hung"
+	@echo "make patches the changes to SGLang of patches/, on a copy of its source; ends patches N/N (a minute)"
 	@echo "make lint    ruff format, ruff check, mypy"
 	@echo "make format  ruff format, ruff check --fix"
 	@echo "make bench   a 16,384-token prefill on the CPU reference platform, to take at most 60 s, and the merge"
@@ -53,6 +54,9 @@ mutants: setup
 
 faults: setup
 	@OUT=$(abspath $(OUT)) $(BIN)/python -m tests.faults
+
+patches: setup
+	@PYTHON=$(BIN)/python patches/check
 
 lint: setup
 	@$(BIN)/ruff format --check .

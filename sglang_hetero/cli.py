@@ -16,6 +16,7 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.cpu import commands as cpu
     from sglang_hetero.demo import command as demo
     from sglang_hetero.discovery import command as instances
+    from sglang_hetero.doctor import command as doctor
     from sglang_hetero.explain import command as explain
     from sglang_hetero.launcher import up
     from sglang_hetero.models import commands as models
@@ -23,6 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     from sglang_hetero.router import command as router
     from sglang_hetero.router import sync_command as sync_router
     from sglang_hetero.state import command as state
+    from sglang_hetero.validate import command as validate
 
     parser = argparse.ArgumentParser(
         prog="sglang-hetero",
@@ -36,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_parser(subparsers)
     trace.add_parser(subparsers)
     state.add_parser(subparsers)
+    doctor.add_parser(subparsers)
+    validate.add_parser(subparsers)
     instances.add_parser(subparsers)
     router.add_parser(subparsers)
     sync_router.add_parser(subparsers)

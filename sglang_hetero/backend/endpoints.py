@@ -191,7 +191,9 @@ class ReceiverMixin:
         elif progress is Progress.COMPLETE:
             try:
                 assert self._aux_index is not None
-                write_row(self.kv_mgr.hetero_rank.metadata, self._aux_index, side.first(self.bootstrap_room).aux)
+                assert self._source_set is not None
+                first, metadata = side.first(self.bootstrap_room), self.kv_mgr.hetero_rank.metadata
+                write_row(metadata, self._aux_index, first.aux, self._source_set.plan.row)
             except HeteroError as error:
                 self._fail(str(error))
                 return

@@ -1,17 +1,24 @@
 """The row of SGLang's metadata that says how a request goes on: its first token, log-probabilities, draft inputs.
 
 SGLang writes the row into decode's memory from afar. Here it travels in a message, and decode's own scheduler writes it
-when everything else of the request is there.
+when everything else of the request is there. SGLang also takes prefill's size of a column for decode's, so that a
+hidden state of another size lands in another request's row; here columns go by name, and what decode cannot take over
+it begins itself.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_hetero.errors import ProtocolError
+from sglang_hetero.layout.row import Column
+from sglang_hetero.reshard.row import RowPlan
 
+TOKEN = "output_ids"
+"""The column with the first token, in its first element."""
 NAMES = (
-    "output_ids",
+    TOKEN,
     "cached_tokens",
     "output_token_logprobs_val",
     "output_token_logprobs_idx",
@@ -28,15 +35,48 @@ NAMES = (
     "kv_checksum",
 )
 """Attributes of MetadataBuffers, in the order of its get_buf_infos; those that a server does not use are None."""
+NO_DSA_INDEX = -1
+"""SGLang's mark for a position that the indexer of sparse attention has not chosen."""
+
+
+def _certain(column: torch.Tensor, _token: int) -> None:
+    """The first guess is the only one."""
+    column.zero_()
+    column[0] = 1.0
+
+
+BEGINNINGS: dict[str, Callable[[torch.Tensor, int], object]] = {
+    "output_topk_p": _certain,
+    "output_topk_index": lambda column, token: column.fill_(token),
+    "output_hidden_states": lambda column, _: column.zero_(),
+    "output_dsa_topk_indices": lambda column, _: column.fill_(NO_DSA_INDEX),
+}
+"""What a draft model begins with where prefill has none: called with a column of decode's row and the first token.
+
+The first guess is the first token once more, because that is a token of every vocabulary; the state behind it is 0,
+which the draft's norm leaves 0. These guesses are wrong as a rule, and verification then takes none of them.
+"""
 
 
 def columns(metadata: Any) -> list[torch.Tensor]:
     """The tensors of which each has a row per request. Raises ProtocolError if SGLang has others than we know."""
-    found = [tensor for name in NAMES if (tensor := getattr(metadata, name, None)) is not None]
+    return [tensor for _, tensor in _named(metadata)]
+
+
+def _named(metadata: Any) -> list[tuple[str, torch.Tensor]]:
+    found = [(name, tensor) for name in NAMES if (tensor := getattr(metadata, name, None)) is not None]
     addresses, _, _ = metadata.get_buf_infos()
-    if [tensor.data_ptr() for tensor in found] != list(addresses):
+    if [tensor.data_ptr() for _, tensor in found] != list(addresses):
         raise ProtocolError("SGLang's metadata has other columns than this release knows")
     return found
+
+
+def described(metadata: Any) -> tuple[Column, ...]:
+    """What a row is made of. Raises ProtocolError if SGLang has other columns than we know."""
+    return tuple(
+        Column(name, str(tensor.dtype).removeprefix("torch."), tensor[0].nbytes, draft=name in BEGINNINGS)
+        for name, tensor in _named(metadata)
+    )
 
 
 def read_row(metadata: Any, row: int) -> tuple[bytes, ...]:
@@ -44,18 +84,29 @@ def read_row(metadata: Any, row: int) -> tuple[bytes, ...]:
     return tuple(tensor[row].cpu().view(torch.uint8).numpy().tobytes() for tensor in columns(metadata))
 
 
-def write_row(metadata: Any, row: int, content: tuple[bytes, ...]) -> None:
+def write_row(metadata: Any, row: int, content: tuple[bytes, ...], plan: RowPlan) -> None:
     """Write what `read_row` gave on the other side, the mark that it is complete (the room) with it.
 
-    Raises ProtocolError, and writes nothing, if the two sides' rows are not of one shape.
+    plan: for these two sides' rows. Raises ProtocolError, and writes nothing, if it is not of this row or that content.
     """
-    own = columns(metadata)
-    sizes = [tensor[row].nbytes for tensor in own]
-    if sizes != [len(part) for part in content]:
+    own = _named(metadata)
+    sizes = tuple(len(part) for part in content)
+    wanted = [None if column is None else sizes[column] for column in plan.taken] if sizes == plan.sizes else None
+    if wanted is None or len(own) != len(wanted):
         raise ProtocolError(
-            f"the row with the first token has columns of {[len(part) for part in content]} bytes at prefill, {sizes} "
-            "here; start both sides with the same model and speculative decoding"
+            f"the row with the first token has columns of {list(sizes)} bytes, prefill has told of {list(plan.sizes)}; "
+            "install the same release of sglang-hetero on both sides"
         )
-    for tensor, part in zip(own, content, strict=True):
-        given = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    if unfit := [
+        name for (name, tensor), size in zip(own, wanted, strict=True) if size not in (None, tensor[row].nbytes)
+    ]:
+        raise ProtocolError(f"columns {', '.join(unfit)} of the row with the first token are of another size here")
+    token = 0
+    for (name, tensor), column in zip(own, plan.taken, strict=True):
+        if column is None:
+            BEGINNINGS[name](tensor[row], token)
+            continue
+        given = torch.frombuffer(bytearray(content[column]), dtype=torch.uint8)
         tensor[row].view(torch.uint8).copy_(given)
+        if name == TOKEN:
+            token = int(tensor[row][0])

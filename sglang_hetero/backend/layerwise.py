@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from sglang_hetero.device import ForwardLane, HostCopy
 from sglang_hetero.layout.component import Item
-from sglang_hetero.transfer.device import ForwardLane, HostCopy
 from sglang_hetero.transfer.follower import Begun, Follower, Located, Note
 from sglang_hetero.transfer.outbox import REPORT, Move, Placed, covered
 from sglang_hetero.transfer.pieces import COMPLETE, layer_done

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from sglang_hetero.device import ForwardLane, Lane, memory_info
 from sglang_hetero.errors import UpstreamChanged
 from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.decode import DecodeSide
-from sglang_hetero.transfer.device import ForwardLane, Lane
 from sglang_hetero.transfer.engine.base import Engine
 from sglang_hetero.transfer.link import Endpoint
 from sglang_hetero.transfer.pieces import unit_bytes_for
@@ -52,7 +52,7 @@ def staging(rank: Rank, options: Options, server_args: Any) -> torch.Tensor:
         requests = min(rank.requests, DEFAULT_REQUESTS)
         total = options.staging_bytes or arena_bytes(unit, options.window, 1, requests)
         total = -(-total // ARENA_ALIGN) * ARENA_ALIGN
-    free, memory = _memory(rank.device)
+    free, memory = memory_info(rank.device)
     check_budget(
         total + ARENA_ALIGN,
         free,
@@ -71,18 +71,6 @@ def staging(rank: Rank, options: Options, server_args: Any) -> torch.Tensor:
     whole = torch.zeros(total + ARENA_ALIGN, dtype=torch.uint8, device=rank.device)
     start = -whole.data_ptr() % ARENA_ALIGN
     return whole[start : start + total]
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes."""
-    if device.type == "cpu":
-        import psutil
-
-        found = psutil.virtual_memory()
-        return int(found.available), int(found.total)
-    module = torch.get_device_module(device)
-    free, total = module.mem_get_info()
-    return int(free), int(total)
 
 
 def engine(upstream: Any) -> Engine:

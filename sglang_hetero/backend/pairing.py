@@ -128,13 +128,13 @@ def decide(mode: Mode, here: Here, peer: Route | Registration, *, capable: bool,
 def same_layouts(sources: Sequence[Manifest], destination: Manifest) -> bool:
     """Whether an item of `destination` is, byte for byte, an item of the source of the same TP rank.
 
-    sources: all ranks of the prefill replica. Upstream then copies whole pages and slots, and is right.
+    sources: all ranks of the prefill replica. Upstream then copies whole pages, slots and rows, and is right.
     """
     coordinates = destination.coordinates
     peers = [source for source in sources if source.coordinates.tp_rank == coordinates.tp_rank]
     if any(
-        (source.coordinates.tp_size, source.page_size, source.model)
-        != (coordinates.tp_size, destination.page_size, destination.model)
+        (source.coordinates.tp_size, source.page_size, source.model, source.row)
+        != (coordinates.tp_size, destination.page_size, destination.model, destination.row)
         for source in sources
     ):
         return False

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_hetero.device import numbered
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
@@ -19,6 +20,7 @@ from sglang_hetero.layout.pools import describe
 from sglang_hetero.transfer.memory import memory_of
 
 from .conv_axis import conv_of
+from .first_token import described
 from .pairing import Conv, Here
 from .support import reasons, sglang_reader
 
@@ -81,6 +83,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
             target_pool=queue.token_to_kv_pool,
             draft_pool=queue.draft_token_to_kv_pool,
             mamba_pool=_mamba_pool(queue),
+            row=described(queue.metadata_buffers),
         )
         memory = memory_of(manifest, [pool for pool in pools if pool is not None])
     except HeteroError as error:
@@ -91,7 +94,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
         logger.exception("this rank's caches cannot be described")
         manifest = memory = None
         unsupported.append(f"its caches cannot be described: {type(error).__name__}: {error}")
-    device = torch.device(queue.token_to_kv_pool.device)
+    device = numbered(torch.device(queue.token_to_kv_pool.device))
     return Rank(
         side,
         queue.scheduler,

@@ -7,7 +7,7 @@ called, without a word. So whoever is told of a change here must stop the proces
 import hashlib
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any
@@ -202,18 +202,31 @@ def _problem(symbol: Symbol) -> str | None:
     if not callable(value):
         return f"{symbol} is no function any more"
     found = tuple(parameter for parameter in inspect.signature(value).parameters if parameter != "self")
-    wanted = tuple(symbol.parameters.split())
-    if [parameter for parameter in found if parameter in wanted] != list(wanted):
-        return f"{symbol} takes ({', '.join(found)}), expected ({', '.join(wanted)})"
+    if problem := misfit(symbol, found):
+        return problem
     if symbol.digest is not None and digest_of(value) != symbol.digest:
         return f"{symbol} does something else now (its source has digest {digest_of(value)}, not {symbol.digest})"
     return None
 
 
+def misfit(symbol: Symbol, found: Sequence[str]) -> str | None:
+    """Why parameters of these names, without self, are not those that the row needs; None if they are."""
+    if symbol.parameters is None:
+        return None
+    wanted = symbol.parameters.split()
+    if [parameter for parameter in found if parameter in wanted] == wanted:
+        return None
+    return f"{symbol} takes ({', '.join(found)}), expected ({', '.join(wanted)})"
+
+
 def digest_of(function: Any) -> str:
     """Digest of a function's source, whatever its indentation; for a row of the table."""
     try:
-        source = dedent(inspect.getsource(function))
+        return digest_of_source(dedent(inspect.getsource(function)))
     except (OSError, TypeError):
         return "none"
+
+
+def digest_of_source(source: str) -> str:
+    """The same of source that is indented as if it stood in no class."""
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()

@@ -182,7 +182,9 @@ BY_LAYOUT: tuple[ByLayout, ...] = (
     ByLayout("Components that are not known, or that one side lacks", "reshard/compatibility.py"),
     ByLayout("Pipeline stages on decode", "reshard/compatibility.py"),
     ByLayout("Page sizes or dtypes that differ", "backend/pairing.py, reshard/compatibility.py"),
-    ByLayout("Another draft model than the checkpoint's MTP module", "layout/pools.py"),
+    ByLayout("Another draft model than the checkpoint's MTP module, on either side", "layout/pools.py"),
+    ByLayout("Draft caches of two kinds", "reshard/compatibility.py"),
+    ByLayout("Rows of metadata (with the first token) whose columns differ", "reshard/row.py"),
 )
 
 

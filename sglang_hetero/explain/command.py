@@ -18,7 +18,7 @@ from sglang_hetero.reshard import plan
 from sglang_hetero.reshard.bind import chunk_pages
 from sglang_hetero.reshard.explain import Explanation, Request, explain
 
-from . import checkpoint, table
+from . import checkpoint, roofline, table
 
 MAX_TOKENS = 1 << 24
 """Sixteen million: beyond every context length, and still bound in seconds in chunks of the default size."""
@@ -49,6 +49,7 @@ EXAMPLES = """examples:
   sglang-hetero explain --model qwen35-2b-cache --prefill-tp 2 --decode-tp 1 --tokens 18592 --scattered --json
   sglang-hetero explain --model ./Qwen3-Next-80B-A3B --prefill-tp 8 --decode-tp 2 --tokens 32768
   sglang-hetero explain --model ./Kimi-Linear/config.json --prefill-tp 4 --prefill-pp 2 --decode-tp 1 --tokens 4096
+  sglang-hetero explain --model Qwen3.5-35B-A3B --prefill-tp 4 --decode-tp 2 --tokens 18592 --roofline 910B
 
 Nothing is started and no weights are read: a checkpoint's config.json is enough. Descriptors are counted for pages in
 one run, or with --scattered for pages of which no two are neighbours. Requests of a busy server are in between."""
@@ -62,7 +63,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="name of a seeded model, checkpoint folder, or config.json")
+    parser.add_argument(
+        "--model", required=True, help="name of a seeded or published model, checkpoint folder, or config.json"
+    )
     parser.add_argument("--prefill-tp", type=_count, required=True, metavar="N", help="attention TP ranks of prefill")
     parser.add_argument("--decode-tp", type=_count, required=True, metavar="N", help="attention TP ranks of decode")
     parser.add_argument("--prefill-pp", type=_count, default=1, metavar="N", help="pipeline stages of prefill")
@@ -104,6 +107,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
             metavar="DTYPE",
             help=f"torch's name of the {name} cache's dtype (default %(default)s)",
         )
+    parser.add_argument(
+        "--roofline",
+        choices=sorted(roofline.MACHINES),
+        help="also show how long the bytes take at least on these machines, on paper",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -111,11 +119,17 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, bind and print."""
     explanation = _explain(arguments)
+    bound = None
+    if arguments.roofline:
+        bound = roofline.roofline(explanation, roofline.MACHINES[arguments.roofline])
     if arguments.json:
         inputs = {name: getattr(arguments, name) for name in INPUTS}
-        print(json.dumps({"inputs": inputs, **explanation.as_json()}))
+        shown = {"roofline": bound.as_json()} if bound else {}
+        print(json.dumps({"inputs": inputs, **explanation.as_json(), **shown}))
     else:
         table.show(explanation)
+        if bound:
+            table.show_roofline(bound, [link.name for link in roofline.MACHINES[arguments.roofline].links])
     return 0
 
 

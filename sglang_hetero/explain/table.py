@@ -1,10 +1,14 @@
 """An explanation as tables for a person."""
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from sglang_hetero.reshard.explain import Explanation, Part, Source
+
+from .roofline import Roofline, cells, header
 
 MIB = 1 << 20
 PIPE_WIDTH = 200
@@ -43,6 +47,23 @@ def show(explanation: Explanation) -> None:
     )
     for fault in stock.faults:
         console.print(f"Wrong there: {fault}.", style="yellow")
+
+
+def show_roofline(bound: Roofline, links: Sequence[str]) -> None:
+    """Print how long the bytes take at least, per layer and for the whole request."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    names = header(links)
+    shown = _table(*names[:1], numbers=tuple(names[1:]))
+    for row in bound.rows:
+        shown.add_row(*cells(row, links))
+    console.print(f"On paper, {bound.machine}, what arrives at decode {bound.decode_rank}, each layer and the request:")
+    console.print(shown)
+    console.print(
+        "Bytes over a link and through memory, at the rates that docs/ascend.md names; the start of kernels and calls, "
+        "and other use of link and memory, come on top."
+    )
 
 
 def _ranks(count: int) -> str:

@@ -106,14 +106,14 @@ def _platform(options: Options, instance: Instance, first_rank: int) -> dict[str
     }
 
 
-def _speculation(options: Options) -> list[str]:
-    if not options.mtp:
+def _speculation(depth: int) -> list[str]:
+    if not depth:
         return []
     return [
         *("--speculative-algorithm", "NEXTN"),
-        *("--speculative-num-steps", str(options.mtp)),
+        *("--speculative-num-steps", str(depth)),
         *("--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", str(options.mtp + 1)),
+        *("--speculative-num-draft-tokens", str(depth + 1)),
     ]
 
 
@@ -165,7 +165,7 @@ def server_command(model_path: str, options: Options, instance: Instance, endpoi
         *_attention_dp(instance, endpoint),
         *_role(instance, endpoint),
         *ATTENTION,
-        *_speculation(options),
+        *_speculation(options.mtp_of(instance.role)),
         *_cache(options),
         *("--page-size", str(options.page_size)),
         *("--chunked-prefill-size", str(options.chunk)),

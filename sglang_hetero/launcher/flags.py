@@ -43,6 +43,13 @@ def add(parser: argparse.ArgumentParser, defaults: Options) -> None:
         metavar="DEPTH",
         help=f"depth of NEXTN speculation, 0 for none (default: {defaults.mtp})",
     )
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}-mtp",
+            type=int,
+            metavar="DEPTH",
+            help=f"the same of the {role} servers, where they differ (docs/speculation.md)",
+        )
     group.add_argument(
         "--conv-layout",
         choices=[layout.value for layout in ConvLayout],
@@ -124,6 +131,8 @@ def options(arguments: argparse.Namespace, server_arguments: tuple[str, ...] = (
     return Options(
         model=arguments.model,
         mtp=arguments.mtp,
+        prefill_mtp=arguments.prefill_mtp,
+        decode_mtp=arguments.decode_mtp,
         conv_layout=ConvLayout(arguments.conv_layout),
         dtype=DType(arguments.dtype),
         page_size=arguments.page_size,

@@ -122,7 +122,7 @@ class Fleet:
         model_path = str(models.path(self.options.model))
         self._say(
             f"{self.topology.name}: {len(self.topology.instances)} servers, {self.topology.ranks} ranks, model "
-            f"{self.options.model}, MTP depth {self.options.mtp}, conv {self.options.conv_layout.value}, "
+            f"{self.options.model}, MTP depth {self._depths()}, conv {self.options.conv_layout.value}, "
             f"prefill steps of {self.options.chunk} tokens; logs in {log_dir}"
         )
         first_rank = 0
@@ -306,6 +306,13 @@ class Fleet:
             self._log_lock.close()
             self._log_lock = None
 
+    def _depths(self) -> str:
+        """Depths of speculation in words; one number where all servers have the same."""
+        found = {instance.role: self.options.mtp_of(instance.role) for instance in self.topology.instances}
+        if len(set(found.values())) == 1:
+            return str(next(iter(found.values())))
+        return " and ".join(f"{depth} ({role.value})" for role, depth in found.items())
+
     def describe(self) -> dict[str, object]:
         """Every endpoint and pid, ready for JSON."""
         router = self.router
@@ -329,6 +336,7 @@ class Fleet:
                     "role": server.instance.role.value,
                     "tp": server.instance.tp,
                     "dp": server.instance.dp,
+                    "mtp": self.options.mtp_of(server.instance.role),
                     "url": server.endpoint.url,
                     "bootstrap_port": server.endpoint.bootstrap_port,
                     "pid": server.process.pid,

@@ -10,6 +10,8 @@ from sglang_hetero.discovery.settings import parse_endpoints
 from sglang_hetero.errors import OptionError
 from sglang_hetero.layout.window import ConvLayout
 
+from .topology import Role
+
 MAX_MTP_DEPTH = 16
 # Prompt tokens of one prefill step: SGLang's usual figure.
 DEFAULT_CHUNK = 8192
@@ -46,7 +48,8 @@ class HasDrafts(Protocol):
 class Options:
     """One fleet. Sizes are tokens unless said otherwise.
 
-    mtp: depth of NEXTN speculation (drafts per step), 0 for none. port: of the router (of the server, if mixed), 0 for
+    mtp: depth of NEXTN speculation (drafts per step), 0 for none. prefill_mtp, decode_mtp: of the servers of one role,
+    None for `mtp`. port: of the router (of the server, if mixed), 0 for
     a free one. chunk: largest number of prompt tokens in one prefill step, 0 for `default_chunk`. max_requests: those
     that run at the same time on one server; each has one linear-state slot, twice that exist. log_dir: made if missing.
     etcd: host:port where servers register and the router looks for them; empty: it is given their URLs.
@@ -55,6 +58,8 @@ class Options:
 
     model: str = "tiny"
     mtp: int = 0
+    prefill_mtp: int | None = None
+    decode_mtp: int | None = None
     conv_layout: ConvLayout = ConvLayout.CHANNELS_FIRST
     dtype: DType = DType.FLOAT32
     page_size: int = 1
@@ -77,10 +82,22 @@ class Options:
         """The chunk where none was asked for: whole pages."""
         return -(-DEFAULT_CHUNK // self.page_size) * self.page_size
 
+    @property
+    def depths(self) -> dict[str, int]:
+        """Depth of speculation by the option that it comes from; without those that were not given, but --mtp."""
+        given = {"--mtp": self.mtp, "--prefill-mtp": self.prefill_mtp, "--decode-mtp": self.decode_mtp}
+        return {option: depth for option, depth in given.items() if depth is not None}
+
+    def mtp_of(self, role: Role) -> int:
+        """Depth of speculation of the servers of one role."""
+        own = {Role.PREFILL: self.prefill_mtp, Role.DECODE: self.decode_mtp}.get(role)
+        return self.mtp if own is None else own
+
     def check(self) -> None:
         """Raise `OptionError` for what SGLang would refuse late or in many words."""
-        if not 0 <= self.mtp <= MAX_MTP_DEPTH:
-            raise OptionError(f"--mtp {self.mtp}: the depth is 0 (off) to {MAX_MTP_DEPTH}")
+        for option, depth in self.depths.items():
+            if not 0 <= depth <= MAX_MTP_DEPTH:
+                raise OptionError(f"{option} {depth}: the depth is 0 (off) to {MAX_MTP_DEPTH}")
         positive = {
             "--page-size": self.page_size,
             "--max-tokens": self.max_tokens,
@@ -104,8 +121,9 @@ class Options:
 
     def check_model(self, model: HasDrafts) -> None:
         """Raise `OptionError` for what `model` cannot do."""
-        if self.mtp and not model.mtp_layers:
-            raise OptionError(f"--mtp {self.mtp}: {model.name} has no MTP layer; use --mtp 0 or another model")
+        for option, depth in self.depths.items():
+            if depth and not model.mtp_layers:
+                raise OptionError(f"{option} {depth}: {model.name} has no MTP layer; use {option} 0 or another model")
 
     def _check_etcd(self) -> None:
         if not self.etcd:

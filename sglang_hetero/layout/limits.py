@@ -12,6 +12,11 @@ MAX_NAME = 256
 MAX_LAYERS = 4096
 MAX_COMPONENTS = 256
 MAX_AXES = 8
+MAX_COLUMNS = 64
+"""Columns of the row of metadata that goes with a first token; SGLang has 15."""
+MAX_ROW_BYTES = 2 << 20
+"""Bytes of such a row: hidden state and top log-probabilities take some ten KB, the mask of a restricted vocabulary of
+200,000 tokens 0.8 MB."""
 MAX_SEGMENTS = 16
 MAX_RANKS = 4096
 """Ranks along one parallel dimension."""

@@ -11,6 +11,7 @@ from . import limits
 from .axes import AxisName
 from .checks import Struct, check_name
 from .component import Component, Item, Role
+from .row import Column
 
 
 class Side(StrEnum):
@@ -52,7 +53,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """One rank's description of itself; consistent in itself once it exists.
 
     host: how a person finds the process. page_size: tokens. model: fingerprint of the checkpoint's configuration.
-    incarnation: differs for each start of the process, so that addresses of a former one are never used.
+    incarnation: differs for each start of the process, so that addresses of a former one are never used. row: columns
+    of the metadata that goes with a first token.
     Raises ManifestError for what contradicts itself, TopologyError for heads that its TP size cannot shard.
     """
 
@@ -63,6 +65,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     model: str
     incarnation: str
     components: tuple[Component, ...]
+    row: tuple[Column, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("host", "model", "incarnation"):
@@ -73,6 +76,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
             raise ManifestError(
                 f"{self.label}: {len(self.components)} components, must be 1 to {limits.MAX_COMPONENTS}"
             )
+        if len(self.row) > limits.MAX_COLUMNS or len({column.name for column in self.row}) < len(self.row):
+            raise ManifestError(
+                f"{self.label}: {len(self.row)} columns of metadata, must be at most {limits.MAX_COLUMNS}, none twice"
+            )
+        if (nbytes := sum(column.nbytes for column in self.row)) > limits.MAX_ROW_BYTES:
+            raise ManifestError(f"{self.label}: {nbytes} bytes of metadata, must be at most {limits.MAX_ROW_BYTES}")
         seen: set[tuple[Role, int]] = set()
         owners: dict[int, Component] = {}
         for component in self.components:
@@ -113,13 +122,13 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Digest of the layout: for two ranks with the same one, an item of one is an item of the other byte for byte.
 
-        It covers what the bytes mean, so model, page size, TP rank and size; where the process runs, how many items it
-        has and where they lie are left out. That sizes are equal means nothing.
+        It covers what the bytes mean, so model, page size, TP rank and size, and the row of metadata; where the process
+        runs, how many items it has and where they lie are left out. That sizes are equal means nothing.
         """
         ordered = sorted(self.components, key=lambda component: (component.role, component.layers))
         geometry = [_meaning(component) for component in ordered]
         tp = (self.coordinates.tp_rank, self.coordinates.tp_size)
-        return digest((tp, self.page_size, self.model, geometry))
+        return digest((tp, self.page_size, self.model, geometry, self.row))
 
 
 def _meaning(component: Component) -> object:

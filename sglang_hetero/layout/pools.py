@@ -11,6 +11,7 @@ from .geometry import ModelGeometry
 from .known_pools import unwrap
 from .kv_pools import attention_components
 from .manifest import Coordinates, Manifest, Side
+from .row import Column
 from .state_pools import LiveRows, state_components, state_layers
 
 
@@ -27,6 +28,7 @@ def describe(
     mamba_pool: object | None = None,
     conv_live_rows: LiveRows = LiveRows.LAST,
     conv_window_axis: int | None = None,
+    row: tuple[Column, ...] = (),
 ) -> Manifest:
     """What every byte of this rank's caches means.
 
@@ -36,7 +38,7 @@ def describe(
     the MTP module's, None without speculation. mamba_pool: the linear state, None for the one that target_pool names.
     fingerprint: of the model's configuration. conv_live_rows: which rows of a conv window with room for draft tokens
     count. conv_window_axis: which of the two axes of a conv slot's shape is the window, needed only where both have one
-    size.
+    size. row: columns of the metadata that goes with a first token.
 
     Raises ManifestError, beginning with the rank's name, where a pool is of a kind that is not described, keeps
     something that no role describes, or has another shape than model and TP size give; TopologyError for a TP size
@@ -63,6 +65,7 @@ def describe(
         model=fingerprint,
         incarnation=incarnation,
         components=tuple(components),
+        row=row,
     )
 
 

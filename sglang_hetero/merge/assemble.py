@@ -20,6 +20,9 @@ from . import ops
 from .batch import Batches, Layer, Staged, live_tokens
 from .views import arranged, item_view, live_view, staged_view
 
+EMPTY = 0
+"""Every bit of an element that nobody sends: the number 0 in every dtype of a cache."""
+
 Memory = Mapping[tuple[Role, int], torch.Tensor]
 """Per role and layer the bytes of the buffer from its address on: uint8, one-dimensional."""
 
@@ -39,6 +42,13 @@ class Assembler:
                     raise MergeError(f"layer {layer} of {share.role}: the plan moves it, but there is no memory for it")
                 items = live_view(item_view(memory[share.role, layer], component), component)
                 self._pools[share.role, layer] = arranged(items, component).unsqueeze(0)
+        # What nobody sends: decode's own draft caches where prefill has none.
+        self._empty: list[torch.Tensor] = []
+        for component in plan.destination.components:
+            for layer in component.layers if component.role in plan.missing else ():
+                if (component.role, layer) not in memory:
+                    raise MergeError(f"layer {layer} of {component.role}: there is no memory for it")
+                self._empty.append(item_view(memory[component.role, layer], component))
         self._batches = Batches({key: Layer(own, memory[key]) for key, own in self._shares.items()})
 
     def merge_batch(self, arena: torch.Tensor, pieces: Sequence[Staged]) -> None:
@@ -48,6 +58,16 @@ class Assembler:
         that the pool does not have, an item that two pieces write, tokens that do not end in the last page.
         """
         self._batches.merge(arena, pieces)
+
+    def begin_empty(self, pages: torch.Tensor) -> None:
+        """Empty these pages (int64, ids in this rank's pool, on its device) of all that the plan lets nobody send.
+
+        The draft model reads them from its first step on, and what lies there is another request's, or never written.
+        Raises MergeError for ids that are no request's.
+        """
+        _check_ids(pages)
+        for items in self._empty:
+            items.index_fill_(0, pages, EMPTY)
 
     def sources(self, role: Role, layer: int) -> tuple[int, ...]:
         """Numbers of the sources that have a share of this layer of a role. Raises MergeError if nothing moves it."""

@@ -2,12 +2,13 @@
 
 What a layer's shares move is worked out once (merge/copies.py) and kept; a call looks at ids and addresses only. On a
 CPU each piece is a few strided copies, on a device the whole batch is a table of tiles and a kernel launch for each
-shape of tile (merge/triton_batch.py).
+shape of tile (merge/triton_batch.py), or strided copies where kernels cannot be built (merge/kernels.py).
 """
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from sglang_hetero.reshard.share import Share
 from . import cpu
 from .checks import INTEGER
 from .copies import Rectangle, StridedCopy, fold, layer_copies, rectangle
+from .kernels import KERNELS
 
 Ids = npt.NDArray[np.int64]
 Areas = tuple[int, ...]
@@ -68,10 +70,12 @@ class Layer:
 class Recipe:
     """What a layer's copies are for one position of the areas to each other.
 
-    folded, and their targets as `arrays`: for the CPU, empty elsewhere. rectangles: for a device.
+    copies: one for each block. folded, and their targets as `arrays`: for the CPU, empty elsewhere. rectangles: for a
+    device.
     """
 
     layer: Layer
+    copies: tuple[StridedCopy, ...]
     folded: tuple[StridedCopy, ...]
     arrays: tuple[npt.NDArray[Any], ...]
     rectangles: tuple[Rectangle, ...]
@@ -92,16 +96,18 @@ class Move:
     rows: int | None
 
 
+Launch = Callable[[torch.Tensor, Sequence[Move]], None]
+"""Moves what has arrived in an arena."""
+
+
 class Batches:
     """Merges batches into one rank's caches."""
 
     def __init__(self, layers: Mapping[tuple[Role, int], Layer]) -> None:
         self._layers = layers
-        self._launcher: Callable[[torch.Tensor, Sequence[Move]], None] | None = None
+        self._launcher: Launch | None = None
         if any(layer.device.type != "cpu" for layer in layers.values()):
-            from .triton_batch import Launcher  # triton is there where a device is
-
-            self._launcher = Launcher()
+            self._launcher = _launcher()
 
     def merge(self, arena: torch.Tensor, pieces: Sequence[Staged]) -> None:
         """See Assembler.merge_batch."""
@@ -115,10 +121,12 @@ class Batches:
             raise MergeError(f"the arena lies on {arena.device}, but not all caches do")
         if not moves:
             return
-        if self._launcher is None or arena.device.type == "cpu":
+        if arena.device.type == "cpu":
             _on_cpu(arena, moves)
+        elif self._launcher is None:
+            copy_strided(arena, moves)
         else:
-            self._launcher(arena, moves)
+            by_kernels(self._launcher, arena, moves)
 
     def _layer(self, piece: Staged) -> Layer:
         try:
@@ -171,11 +179,47 @@ def _recipe(layer: Layer, areas: Areas) -> Recipe:
     found = [(copy, rectangle(copy, by_token=layer.by_token)) for copy in copies]
     return Recipe(
         layer,
+        tuple(copies),
         folded,
         arrays,
         tuple(shape for _, shape in found if shape is not None),
         tuple(copy for copy, shape in found if shape is None),
     )
+
+
+def _launcher() -> Launch | None:
+    try:
+        from .triton_batch import Launcher
+    except ImportError as error:  # no Triton
+        KERNELS.give_up(error)
+        return None
+    return Launcher()
+
+
+def by_kernels(launcher: Launch, arena: torch.Tensor, moves: Sequence[Move]) -> None:
+    """A batch on a device."""
+    KERNELS.attempt(partial(launcher, arena, moves), partial(copy_strided, arena, moves))
+
+
+def copy_strided(arena: torch.Tensor, moves: Sequence[Move]) -> None:
+    """A batch with torch's copies, on any device: one for each item and block."""
+    for move in moves:
+        copy_elements(arena, move, move.recipe.copies)
+
+
+def copy_elements(arena: torch.Tensor, move: Move, copies: Sequence[StridedCopy]) -> None:
+    """Some copies of a piece with torch, item by item."""
+    count = len(move.ids)
+    for copy in copies:
+        staged = elements(arena, move.start + copy.source, count, copy, target=False)
+        memory = move.recipe.layer.memory
+        for number, item in enumerate(move.ids.tolist()):
+            cache = elements(memory, copy.target + item * copy.target_item, 1, copy, target=True)[0]
+            own = staged[number]
+            if move.rows is not None and number == count - 1:
+                live = move.rows - number * copy.shape[0]
+                cache, own = cache[:live], own[:live]
+            cache.copy_(own)
 
 
 def _on_cpu(arena: torch.Tensor, moves: Sequence[Move]) -> None:

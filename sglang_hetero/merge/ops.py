@@ -10,12 +10,14 @@ written; ids are checked on the CPU only (see checks).
 """
 
 from collections.abc import Sequence
-from types import ModuleType
+from functools import partial
+from typing import Any
 
 import torch
 
-from sglang_hetero.merge import checks, cpu
+from sglang_hetero.merge import checks, cpu, naive
 from sglang_hetero.merge.checks import Block
+from sglang_hetero.merge.kernels import KERNELS
 
 
 def merge_kv(
@@ -35,7 +37,7 @@ def merge_kv(
     """
     live = checks.merge_kv(pool, shards, pages, head_offsets, tokens)
     if shards[0].numel():
-        _path(pool).merge_kv(pool, shards, pages, head_offsets, live)
+        _move("merge_kv", pool, shards, pages, head_offsets, live)
 
 
 def pack_kv(
@@ -50,7 +52,7 @@ def pack_kv(
     """
     live = checks.pack_kv(out, pool, pages, head_start, tokens)
     if out.numel():
-        _path(pool).pack_kv(out, pool, pages, head_start, live)
+        _move("pack_kv", out, pool, pages, head_start, live)
 
 
 def reorder_conv(
@@ -67,7 +69,7 @@ def reorder_conv(
     """
     checks.reorder_conv(pool, shards, slots, blocks)
     if shards[0].numel():
-        _path(pool).reorder_conv(pool, shards, slots, blocks)
+        _move("reorder_conv", pool, shards, slots, blocks)
 
 
 def scatter_ssm(
@@ -87,7 +89,7 @@ def scatter_ssm(
     """
     checks.scatter_ssm(pool, shards, slots, head_offsets, checkpoint_stride)
     if shards[0].numel():
-        _path(pool).scatter_ssm(pool, shards, slots, head_offsets, checkpoint_stride)
+        _move("scatter_ssm", pool, shards, slots, head_offsets, checkpoint_stride)
 
 
 def stack_layers(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -114,10 +116,17 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.device == b.device and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _path(pool: torch.Tensor) -> ModuleType:
-    """The module that moves bytes where the pool lies."""
-    if pool.device.type == "cpu":
-        return cpu
+def _move(operation: str, target: torch.Tensor, *arguments: Any) -> None:
+    """Have an operation done where its tensors lie."""
+    if target.device.type == "cpu":
+        getattr(cpu, operation)(target, *arguments)
+    else:
+        copies = partial(getattr(naive, operation), target, *arguments)
+        KERNELS.attempt(partial(by_kernels, operation, target, *arguments), copies)
+
+
+def by_kernels(operation: str, *arguments: Any) -> None:
+    """An operation by a kernel. Raises NoKernel where none can be built, ImportError where there is no Triton."""
     from sglang_hetero.merge import triton_ops
 
-    return triton_ops
+    getattr(triton_ops, operation)(*arguments)

@@ -12,13 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_hetero.device import to_device
 from sglang_hetero.errors import MergeError
 
 from . import triton_kernels
-from .batch import Move, elements
+from .batch import Move, copy_elements
 from .checks import INTEGER
+from .chip import chip
 from .copies import Rectangle
-from .triton_ops import NUM_WARPS, TILE_BYTES, default_programs, tile_shape
+from .triton_ops import start, tile_shape
 
 Table = npt.NDArray[np.int64]
 
@@ -56,26 +58,25 @@ class Launcher:
         self._programs = programs
 
     def __call__(self, arena: torch.Tensor, moves: Sequence[Move]) -> None:
-        """Raises MergeError, before the first start, where there are more tiles than the kernel can count."""
+        """Raises MergeError, before the first start, where there are more tiles than the kernel can count; NoKernel."""
         base = min((move.recipe.layer.memory for move in moves), key=torch.Tensor.data_ptr)
-        launches = plan_launches(arena, base, moves)
+        launches = plan_launches(arena, base, moves, chip(arena.device).tile_bytes)
         if launches:
-            table = _on_device(np.concatenate([launch.tiles for launch in launches]), arena.device)
+            table = to_device(np.concatenate([launch.tiles for launch in launches]), arena.device)
             start = 0
             for launch in launches:
                 end = start + len(launch.tiles)
                 dst, src = (_integers(memory, launch.element) for memory in (base, arena))
                 self._start(launch, dst, src, table[start:end])
                 start = end
-        for move in moves:
-            _copy_elements(arena, move)
+        for move in moves:  # conv windows between two orders; a request has one slot
+            copy_elements(arena, move, move.recipe.elementwise)
 
     def _start(self, launch: Launch, dst: torch.Tensor, src: torch.Tensor, table: torch.Tensor) -> None:
-        grid = (min(self._programs or default_programs(dst.device), len(launch.tiles)),)
-        # An NPU has no warps, and says so in its log.
-        options = {"num_warps": NUM_WARPS} if dst.device.type == "cuda" else {}
+        grid = (min(self._programs or chip(dst.device).programs, len(launch.tiles)),)
         rows, cols = launch.block
-        triton_kernels.copy_tiles[grid](
+        start(
+            triton_kernels.copy_tiles[grid],
             dst,
             src,
             table,
@@ -83,32 +84,17 @@ class Launcher:
             ALIGN=launch.align // launch.element,
             BLOCK_ROWS=rows,
             BLOCK_COLS=cols,
-            **options,
         )
 
 
-def _on_device(table: Table, device: torch.device) -> torch.Tensor:
-    """The table where the kernels on the current stream read it. Whoever has started them may forget it at once.
-
-    torch's allocators see to that, torch_npu's as well as those for CUDA: pinned memory that is copied from without
-    waiting is not given out again before the copy is complete (the copy records an event with the allocator), and what
-    was allocated with a stream current goes to work of that stream only, which comes behind the kernels. So a table
-    must be made, and its kernels started, with one and the same stream current.
-    """
-    host = torch.from_numpy(table)
-    if device.type == "cpu":  # the interpreter's
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
-
-
-def plan_launches(arena: torch.Tensor, base: torch.Tensor, moves: Sequence[Move]) -> list[Launch]:
+def plan_launches(arena: torch.Tensor, base: torch.Tensor, moves: Sequence[Move], tile_bytes: int) -> list[Launch]:
     """The starts for the rectangles of a batch; places count from `base`, the lowest of the layers, and the arena."""
     groups: dict[int, list[Table]] = defaultdict(list)
     for move in moves:
         offset = move.recipe.layer.memory.data_ptr() - base.data_ptr()
         for shape in move.recipe.rectangles:
-            groups[_row_class(shape.cols)].append(_rectangles(shape, move, offset))
-    return [_launch(np.concatenate(parts), arena, base) for _, parts in sorted(groups.items())]
+            groups[_row_class(shape.cols, tile_bytes)].append(_rectangles(shape, move, offset))
+    return [_launch(np.concatenate(parts), arena, base, tile_bytes) for _, parts in sorted(groups.items())]
 
 
 def _rectangles(shape: Rectangle, move: Move, offset: int) -> Table:
@@ -132,14 +118,15 @@ def _rectangles(shape: Rectangle, move: Move, offset: int) -> Table:
     return table.reshape(-1, 6)
 
 
-def _launch(rectangles: Table, arena: torch.Tensor, base: torch.Tensor) -> Launch:
+def _launch(rectangles: Table, arena: torch.Tensor, base: torch.Tensor, tile_bytes: int) -> Launch:
     """All rectangles of one class of row lengths, cut into tiles."""
     figures = int(np.bitwise_or.reduce(rectangles[:, BYTE_COLUMNS], axis=None))
     for memory in (arena, base):
         figures |= memory.data_ptr() | memory.storage_offset()
     align = min(figures & -figures or ALIGN_BYTES, ALIGN_BYTES)
     element = min(align, ELEMENT_BYTES)
-    block = block_rows, block_cols = tile_shape(_row_class(int(rectangles[0, COLS])) // element, element)
+    widest = _row_class(int(rectangles[0, COLS]), tile_bytes)
+    block = block_rows, block_cols = tile_shape(widest // element, element, tile_bytes)
     down, across = -(-rectangles[:, ROWS] // block_rows), -(-rectangles[:, COLS] // (block_cols * element))
     counts = down * across
     if int(counts.sum()) > MAX_TILES:
@@ -158,26 +145,11 @@ def _launch(rectangles: Table, arena: torch.Tensor, base: torch.Tensor) -> Launc
     return Launch(element, align, block, tiles)
 
 
-def _row_class(cols: int) -> int:
+def _row_class(cols: int, tile_bytes: int) -> int:
     """Bytes of the row of a tile for rows of so many: rows of one class share a launch."""
-    return min(tile_shape(cols, 1)[1], TILE_BYTES)
+    return tile_shape(cols, 1, tile_bytes)[1]
 
 
 def _integers(memory: torch.Tensor, element: int) -> torch.Tensor:
     """A row of uint8 as a row of integers, for its address and its type."""
     return memory[: memory.numel() // element * element].view(INTEGER[element])
-
-
-def _copy_elements(arena: torch.Tensor, move: Move) -> None:
-    """What is no rectangle: with torch, item by item. Conv windows between two orders; a request has one slot."""
-    count = len(move.ids)
-    for copy in move.recipe.elementwise:
-        staged = elements(arena, move.start + copy.source, count, copy, target=False)
-        memory = move.recipe.layer.memory
-        for number, item in enumerate(move.ids.tolist()):
-            cache = elements(memory, copy.target + item * copy.target_item, 1, copy, target=True)[0]
-            own = staged[number]
-            if move.rows is not None and number == count - 1:
-                live = move.rows - number * copy.shape[0]
-                cache, own = cache[:live], own[:live]
-            cache.copy_(own)

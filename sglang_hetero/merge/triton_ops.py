@@ -9,8 +9,8 @@ Elements are moved as integers of 1, 2 or 4 bytes, so that no bit changes. The a
 and checks demands; only what this file itself adds is checked here.
 """
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,19 +18,11 @@ import triton
 from sglang_hetero.errors import MergeError
 from sglang_hetero.merge import triton_kernels
 from sglang_hetero.merge.checks import Block, bit_view
+from sglang_hetero.merge.chip import WARPS, chip
+from sglang_hetero.merge.kernels import NoKernel
 
-# Size of a tile. A vector core of an Ascend 910B has 192 KiB of memory on chip, and the compiler doubles the tile's
-# buffer, so that one is read while the other is written: 64 KiB. Twice that would fit too, but leave little to what the
-# compiler adds. Not measured: there is no NPU here.
-TILE_BYTES = 32 * 1024
-# The shortest row of a tile: on-chip rows begin at multiples of 32 bytes.
+# The shortest row of a tile: rows in an NPU's on-chip memory begin at multiples of 32 bytes.
 MIN_ROW_BYTES = 32
-# On a GPU: 16 warps take 64 bytes of a tile per thread, as four loads of 16 bytes; 4 such programs fill a
-# multiprocessor's 64 warps.
-NUM_WARPS = 16
-PROGRAMS_PER_MULTIPROCESSOR = 4
-# On a CPU only the interpreter runs kernels: one program after the other, so two show that they share the work.
-INTERPRETER_PROGRAMS = 2
 MAX_TASKS = 2**30  # the kernel counts tiles in int32, in steps of its programs
 
 
@@ -119,28 +111,29 @@ def scatter_ssm(
     _start_all(parts, slots, programs=programs)
 
 
-def tile_shape(cols: int, itemsize: int) -> tuple[int, int]:
-    """`(rows, columns)` in elements of the tile for rows of `cols`: the narrowest that holds one, else a single row."""
-    row_bytes = min(max(triton.next_power_of_2(cols * itemsize), MIN_ROW_BYTES), TILE_BYTES)
-    return TILE_BYTES // row_bytes, row_bytes // itemsize
+def tile_shape(cols: int, itemsize: int, tile_bytes: int) -> tuple[int, int]:
+    """`(rows, columns)` in elements of the tile for rows of `cols`: the narrowest that holds one, else a single row.
+
+    tile_bytes: of the chip, a power of two.
+    """
+    row_bytes = min(max(triton.next_power_of_2(cols * itemsize), MIN_ROW_BYTES), tile_bytes)
+    return tile_bytes // row_bytes, row_bytes // itemsize
 
 
-def tile_shapes(itemsize: int) -> list[tuple[int, int]]:
+def tile_shapes(itemsize: int, tile_bytes: int) -> list[tuple[int, int]]:
     """All that tile_shape can give for an item size, for a compiler to try."""
-    widths = range(MIN_ROW_BYTES.bit_length() - 1, TILE_BYTES.bit_length())
-    return [tile_shape(2**width // itemsize, itemsize) for width in widths]
+    widths = range(MIN_ROW_BYTES.bit_length() - 1, tile_bytes.bit_length())
+    return [tile_shape(2**width // itemsize, itemsize, tile_bytes) for width in widths]
 
 
-@functools.cache
-def default_programs(device: torch.device) -> int:
-    """How many programs fill the device: all its vector cores once, or all multiprocessors."""
-    if device.type == "npu":
-        properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-        return int(properties["num_vectorcore"])
-    if device.type == "cuda":
-        count: int = torch.cuda.get_device_properties(device).multi_processor_count
-        return count * PROGRAMS_PER_MULTIPROCESSOR
-    return INTERPRETER_PROGRAMS
+def start(kernel: Any, dst: torch.Tensor, *arguments: torch.Tensor, **figures: Any) -> None:
+    """Start a kernel that has been given its grid; the first time Triton builds it. Raises NoKernel if it cannot."""
+    # An NPU has no warps, and says so in its log.
+    options = {"num_warps": WARPS} if dst.device.type == "cuda" else {}
+    try:
+        kernel(dst, *arguments, **figures, **options)
+    except Exception as error:  # of Triton, of a compiler that it calls, or of what loads the result
+        raise NoKernel from error
 
 
 def _matrix_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,17 +185,15 @@ def _start_all(
     filled = [(dst, src) for dst, src in pairs if src.numel() and dst.numel()]
     launches = [_launch(dst, src, scatter=scatter, tokens=tokens) for dst, src in filled]
     for (dst, src), arguments in zip(filled, launches, strict=True):
-        grid = (min(programs or default_programs(dst.device), arguments["tasks"]),)
-        # An NPU has no warps, and says so in its log.
-        options = {"num_warps": NUM_WARPS} if dst.device.type == "cuda" else {}
-        triton_kernels.copy_blocks[grid](bit_view(dst), bit_view(src), ids, **arguments, **options)
+        grid = (min(programs or chip(dst.device).programs, arguments["tasks"]),)
+        start(triton_kernels.copy_blocks[grid], bit_view(dst), bit_view(src), ids, **arguments)
 
 
 def _launch(dst: torch.Tensor, src: torch.Tensor, *, scatter: bool, tokens: int | None) -> dict[str, int]:
     """The kernel's arguments for one pair but for its pointers. Raises MergeError for more tiles than it can count."""
     layers, items, rows, cols = (src if scatter else dst).shape
     last_rows = rows if tokens is None else tokens - (items - 1) * rows
-    block_rows, block_cols = tile_shape(cols, dst.element_size())
+    block_rows, block_cols = tile_shape(cols, dst.element_size(), chip(dst.device).tile_bytes)
     row_blocks = triton.cdiv(rows, block_rows)
     layer_blocks = (items - 1) * row_blocks + triton.cdiv(last_rows, block_rows)
     col_blocks = triton.cdiv(cols, block_cols)

@@ -39,6 +39,9 @@ class Policy:
 
 STRICT = Policy()
 """Both sides must have the same components."""
+_DRAFTS = frozenset(role for role in Role if role.draft)
+UNEQUAL_DRAFTS = Policy(drop=_DRAFTS, start_empty=_DRAFTS)
+"""One side may speculate where the other does not: what a transfer, the router and `explain` plan with."""
 
 
 def check_sources(sources: Sequence[Manifest], destination: Manifest) -> None:
@@ -84,6 +87,11 @@ def _check_peer(first: Manifest, source: Manifest) -> None:
         mine, other = getattr(first, name), getattr(source, name)
         if mine != other:
             raise LayoutMismatch(f"{first.label} has {name} {mine}, {source.label} {other}: restart the prefill server")
+    if first.row != source.row:
+        raise LayoutMismatch(
+            f"{first.label} and {source.label} have different rows of metadata: restart the prefill server, all hosts "
+            "with the same flags"
+        )
 
 
 def _check_complete(sources: Sequence[Manifest]) -> None:
@@ -110,8 +118,13 @@ def _check_complete(sources: Sequence[Manifest]) -> None:
 
 def check_roles(sources: Sequence[Manifest], destination: Manifest, policy: Policy) -> frozenset[Role]:
     """The roles that move. Raises LayoutMismatch for one that only one side has and no policy covers."""
-    offered: frozenset[Role] = frozenset().union(*(source.roles for source in sources))
-    wanted = destination.roles
+    offered, wanted = roles_of(sources), destination.roles
+    if (offered & _DRAFTS) and (wanted & _DRAFTS) and (offered ^ wanted) & _DRAFTS:
+        raise LayoutMismatch(
+            f"{sources[0].label} keeps its draft in {_listed(offered & _DRAFTS)}, {destination.label} in "
+            f"{_listed(wanted & _DRAFTS)}: these are caches of two different draft models; start both with the same "
+            "speculative decoding, or one of them without"
+        )
     for roles, allowed, has, lacks in (
         (offered - wanted, policy.drop, sources[0].label, destination.label),
         (wanted - offered, policy.start_empty, destination.label, sources[0].label),
@@ -124,6 +137,15 @@ def check_roles(sources: Sequence[Manifest], destination: Manifest, policy: Poli
             )
             raise LayoutMismatch(f"{has} has {role}, {lacks} has none: {remedy}")
     return offered & wanted
+
+
+def roles_of(sources: Sequence[Manifest]) -> frozenset[Role]:
+    """Roles that a prefill replica holds, on any of its ranks."""
+    return frozenset().union(*(source.roles for source in sources))
+
+
+def _listed(roles: frozenset[Role]) -> str:
+    return ", ".join(sorted(roles))
 
 
 def check_components(held: Sequence[tuple[Manifest, Component]], destination: Manifest, ours: Component) -> None:

@@ -13,8 +13,17 @@ from sglang_hetero.layout.component import Component, Role
 from sglang_hetero.layout.manifest import Coordinates, Manifest, digest
 from sglang_hetero.layout.sharding import replica_count, shard_count, shard_interval
 
-from .compatibility import STRICT, Policy, check_components, check_layers, check_roles, check_sources
+from .compatibility import (
+    UNEQUAL_DRAFTS,
+    Policy,
+    check_components,
+    check_layers,
+    check_roles,
+    check_sources,
+    roles_of,
+)
 from .coverage import prove
+from .row import RowPlan, plan_row
 from .share import Block, Share
 
 
@@ -23,13 +32,15 @@ class Plan:
     """Who sends what to one decode rank.
 
     sources: prefill ranks in the order of the manifests that were given, ordered by (pp_rank, tp_rank).
-    shares: every contribution. missing: roles that the destination has and nobody sends, by policy.
+    shares: every contribution. missing: roles that the destination has and nobody sends, by policy: it begins them
+    empty. row: what it takes over of the metadata that goes with a first token.
     """
 
     sources: tuple[Manifest, ...]
     destination: Manifest
     shares: tuple[Share, ...]
     missing: frozenset[Role]
+    row: RowPlan
 
     @property
     def fingerprint(self) -> str:
@@ -40,12 +51,29 @@ class Plan:
         """Digest of what one source sends, which is all that this source and the destination must agree on."""
         return digest([_identity(share) for share in self.of(source)])
 
+    @property
+    def unequal_drafts(self) -> str:
+        """What comes of it that only one side speculates, as a sentence; empty where both do, or neither."""
+        prefill, decode = self.sources[0].label, self.destination.label
+        if self.missing:
+            return (
+                f"{prefill} has no draft model, {decode} has: requests begin there without draft caches of the prompt, "
+                "so that fewer drafts are accepted; the tokens are the same. Start prefill with the same speculative "
+                "decoding to have them"
+            )
+        if any(role.draft for role in roles_of(self.sources) - self.destination.roles):
+            return (
+                f"{prefill} has a draft model, {decode} has none: its draft caches are not sent. Start prefill without "
+                "speculative decoding to save their memory and the time they take"
+            )
+        return ""
+
     def of(self, source: int) -> tuple[Share, ...]:
         """The shares of source number `source`; none if the destination needs nothing of it."""
         return tuple(share for share in self.shares if share.source == source)
 
 
-def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = STRICT) -> Plan:
+def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = UNEQUAL_DRAFTS) -> Plan:
     """The copies that bring every element of `destination` exactly once from exactly one of `sources`.
 
     sources: the manifests of all ranks (TP ranks of all pipeline stages) of one prefill replica, in any order.
@@ -68,7 +96,9 @@ def plan(sources: Sequence[Manifest], destination: Manifest, policy: Policy = ST
     shares.sort(key=lambda share: share.source)  # stable: within a source in the order of the destination's manifest
     missing = destination.roles - moving
     prove(ordered, destination, shares, missing)
-    return Plan(ordered, destination, tuple(shares), missing)
+    unequal = any(role.draft for role in roles_of(ordered) ^ destination.roles)
+    row = plan_row(ordered[0], destination, drafts_move=not unequal)
+    return Plan(ordered, destination, tuple(shares), missing, row)
 
 
 def _shares(

@@ -11,6 +11,7 @@ import logging
 
 import numpy as np
 
+from sglang_hetero.device import Done, at_once, to_device
 from sglang_hetero.errors import HeteroError, ProtocolError, StagingError, TransferRefused
 
 from . import integrity, messages
@@ -55,6 +56,8 @@ class DecodeSide(Reception):
                 f"{self.manifest.label}: a request from {len(found.stages)} pipeline stages of prefill at {address} "
                 f"needs {need} units of staging, there are {self._units.units}; raise {STAGING_OPTION}"
             )
+        if unequal := found.plan.unequal_drafts:
+            logger.warning("%s", unequal)
         return found
 
     # SGLang's scheduler.
@@ -62,14 +65,15 @@ class DecodeSide(Reception):
     def open(self, room: int, source_set: SourceSet, pages: Ids, slot: int) -> None:
         """A request has its pages (ids in this rank's pool, in order) and slot (-1 without linear state).
 
-        Its window is taken when there are units, first come, first served; then the sources are told. Raises
-        HeteroError for what can never work.
+        Its window is taken when there are units, first come, first served; then the sources are told. What nobody sends
+        is emptied here: call it between forward passes. Raises HeteroError for what can never work.
         """
         mode = self.settings.mode
         now = self._clock()
+        ids = np.array(pages, dtype=np.int64)
+        emptied, problem = self._begin_empty(room, source_set, ids)
         with self._lock:
             use = self._use(room)  # also of one that is refused: the other ranks may take it
-            ids = np.array(pages, dtype=np.int64)
             if room in self._current:
                 raise TransferRefused(f"{self.manifest.label} has another request with room {room} under way")
             self._epoch += 1
@@ -91,11 +95,28 @@ class DecodeSide(Reception):
                 opened=now,
                 progress=now,
                 use=use,
+                emptied=emptied,
             )
+            if not problem:
+                inbox.coverage.emptied()
             self._units.request((room, inbox.epoch), self.settings.window * len(source_set.stages))
             self._inboxes[room, inbox.epoch] = self._current[room] = inbox
-            outgoing = self._grant()
+            outgoing = self._fail_here(inbox, problem)
+            outgoing += self._grant()
         self._send(outgoing)
+
+    def _begin_empty(self, room: int, source_set: SourceSet, pages: Ids) -> tuple[Done, str]:
+        """Empty what nobody sends in these pages. Tells when the device has, and why that is not possible, if so."""
+        if not source_set.plan.missing:
+            return at_once, ""
+        problem = ""
+        try:
+            with self._forward.active():
+                source_set.assembler.begin_empty(to_device(pages, self._arena.device))
+        except Exception as error:  # SGLang's scheduler serves other requests, and would end with it
+            logger.exception("room %d: the pages of its draft caches cannot be emptied", room)
+            problem = f"its draft caches cannot be emptied: {type(error).__name__}: {error}"
+        return self._forward.done(), problem  # also of what was enqueued before an error
 
     def _use(self, room: int) -> str:
         """A name for this use of a room, without asking the other ranks of this server: they count the same.
@@ -180,8 +201,9 @@ class DecodeSide(Reception):
             inbox = self._current.pop(room, None)
             if inbox is None:
                 return
-            # Linear state that the device is still copying lies in units that would be given away.
-            while any(not done() for done, _ in inbox.state_enqueued):
+            # Linear state that the device is still copying lies in units that would be given away, and pages that it is
+            # still emptying would be another request's.
+            while not inbox.emptied() or any(not done() for done, _ in inbox.state_enqueued):
                 self._quiet.wait(FENCE_POLL_SECONDS)
             outgoing = self._finish_state(inbox)
             while inbox.running:

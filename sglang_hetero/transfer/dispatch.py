@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from sglang_hetero.device import Lane
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.manifest import Manifest
 from sglang_hetero.merge.assemble import Memory
@@ -22,7 +23,6 @@ from sglang_hetero.perf.records import Perf, silent
 
 from . import fields, messages
 from .counters import Counters
-from .device import Lane
 from .engine.base import Engine
 from .faults import Faults
 from .lifetime import Epochs, SendingStatus
@@ -132,6 +132,7 @@ class Dispatch:
         self._faults = Faults(manifest.label, logger)
         self.perf = perf or silent(manifest.side, manifest.label)
         self._writer = Writer(engine, memory, packs, lane)
+        self._device = lane.device
         self._busy_waits = engine.busy_waits
         self._post, self._control, self._events = post, control, events
         self._stall_seconds, self._clock = stall_seconds, clock

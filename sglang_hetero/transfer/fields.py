@@ -13,10 +13,8 @@ MAX_CHUNKS = 1 << 16
 MAX_TARGETS = limits.MAX_RANKS
 MAX_PIECES = 4096
 """Pieces that one message announces, digests that it carries, and units of a window; a batch is a part of a window."""
-MAX_AUX_ROWS = 64
-MAX_AUX_BYTES = 2 << 20
-"""All rows of metadata beside the first token: hidden state and top log probabilities take some ten KB, the mask of a
-restricted vocabulary of 200,000 tokens 0.8 MB."""
+MAX_AUX_ROWS = limits.MAX_COLUMNS
+MAX_AUX_BYTES = limits.MAX_ROW_BYTES
 MAX_IDENTITY = 255
 """Bytes of a routing id; ZeroMQ's bound."""
 MAX_REASON = 300

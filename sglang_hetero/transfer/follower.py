@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from .device import Done, on_device
+from sglang_hetero.device import Done, on_device
+
 from .outbox import Chunk, Move, Placed
 from .pieces import COMPLETE, Mark
 from .worker import Worker

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sglang_hetero.device import Done, at_once
 from sglang_hetero.errors import ProtocolError
 from sglang_hetero.perf.records import ReceivedRecord
 
 from . import messages
-from .device import Done
 from .lifetime import Receiving, ReceivingStatus, Repetition, Stillness
 from .outbox import Ids
 from .pieces import Coverage, Piece, StageProgram, StateMode
@@ -70,6 +70,8 @@ class Inbox:
     """Linear state that the scheduler thread will merge."""
     state_enqueued: list[tuple[Done, Arrived]] = field(default_factory=list)
     """Linear state whose merge has been enqueued on the device and may not be complete."""
+    emptied: Done = at_once
+    """Whether what nobody sends has been emptied: enqueued on the device, before any forward pass of the request."""
     first: messages.FirstGeneration | None = None
     running: int = 0
     """Merges that a worker has begun and not ended: pages must not be freed before it is 0."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from sglang_hetero.device import on_device
 from sglang_hetero.merge.assemble import Assembler, Memory
 from sglang_hetero.merge.batch import Staged
 from sglang_hetero.perf.records import Component, component_of
@@ -92,9 +93,11 @@ class MergeWorker:
         name: str,
         merge_batch: Callable[[Inbox, Sequence[Arrived]], None],
         failed: Callable[[Inbox, str], None],
+        device: torch.device,
     ) -> None:
-        """merge_batch: merges, and fails the request itself. failed: fails it when merge_batch has raised."""
-        self._merge_batch, self._failed, self._fault = merge_batch, failed, ""
+        """merge_batch: merges, and fails the request itself. failed: fails it when merge_batch has raised. device: the
+        rank's."""
+        self._merge_batch, self._failed, self._device, self._fault = merge_batch, failed, device, ""
         self._todo: Lines[Inbox, Arrived] = Lines()
         self.worker = Worker(f"hetero-merger {name}", self._run)
 
@@ -115,6 +118,7 @@ class MergeWorker:
         self._todo.stop()
 
     def _run(self) -> None:
+        on_device(self._device)
         while self._turn():
             pass
 

@@ -12,6 +12,10 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
+import torch
+
+from sglang_hetero.device import on_device
+
 from .lines import Lines
 from .outbox import Destination
 from .worker import Worker
@@ -32,9 +36,9 @@ class Turn(Protocol):
 class Mover:
     """The thread of one peer."""
 
-    def __init__(self, name: str, turn: Turn, *, yields: bool = False) -> None:
-        """yields: give way to other threads of the host."""
-        self._turn, self._yields = turn, yields
+    def __init__(self, name: str, turn: Turn, device: torch.device, *, yields: bool = False) -> None:
+        """device: the rank's. yields: give way to other threads of the host."""
+        self._turn, self._device, self._yields = turn, device, yields
         self._runnable: Lines[Destination, None] = Lines(lambda destination, _: destination.untaken)
         self.worker = Worker(f"hetero-mover {name}", self._run)
 
@@ -52,6 +56,7 @@ class Mover:
         self._runnable.stop()
 
     def _run(self) -> None:
+        on_device(self._device)
         if self._yields:
             with suppress(OSError):  # Linux counts niceness by thread; where it is refused nothing is lost but time
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sglang_hetero.device import Done, HostCopy, at_once
 from sglang_hetero.errors import ProtocolError
 from sglang_hetero.layout.component import Role
 from sglang_hetero.layout.manifest import Coordinates, Manifest
@@ -16,7 +17,6 @@ from sglang_hetero.perf.records import SentRecord, unlooked
 from sglang_hetero.reshard.plan import Plan, plan
 
 from . import messages
-from .device import Done, HostCopy, at_once
 from .lifetime import Repetition, Sending, SendingStatus, Stillness
 from .link import Endpoint
 from .pieces import COMPLETE, NOTHING, Mark, Piece, SourceSide, StageProgram, StateMode

@@ -11,11 +11,11 @@ import logging
 
 import numpy as np
 
+from sglang_hetero.device import Done, at_once
 from sglang_hetero.errors import HeteroError, ProtocolError
 from sglang_hetero.layout.wire import decode as decode_manifest
 
 from . import integrity, messages
-from .device import Done, at_once
 from .dispatch import MAX_FORMER, MAX_OPEN, MAX_PARKED, MAX_PEERS, Dispatch, Former, Parked
 from .lifetime import SendingStatus
 from .link import Awaited, Endpoint
@@ -113,7 +113,7 @@ class PrefillSide(Dispatch):
         The lock is held. Raises ProtocolError if there are too many.
         """
         gone = [old for old in self._peers.values() if old.place == peer.place] or self._crowded_out()
-        peer.mover = Mover(peer.label, self._turn, yields=self._busy_waits)
+        peer.mover = Mover(peer.label, self._turn, self._device, yields=self._busy_waits)
         peer.heard = self._clock()
         self._peers[peer.incarnation] = peer
         return gone

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+
+from sglang_hetero.device import on_device
 
 from .engine.base import Engine, EngineError
 from .inbox import Arrived, Inbox
@@ -80,8 +83,9 @@ Report = Callable[[Inbox, int, Outcome], None]
 class Puller:
     """Runs reads on threads and reports each."""
 
-    def __init__(self, engine: Engine, executor: Executor) -> None:
-        self._engine, self._executor = engine, executor
+    def __init__(self, engine: Engine, executor: Executor, device: torch.device) -> None:
+        """device: the rank's."""
+        self._engine, self._executor, self._device = engine, executor, device
         self.fault = ""
         """That the end of a read could not be told, and why: its request waits for it for ever. Else an empty text."""
 
@@ -109,6 +113,7 @@ class Puller:
         source, remote, local, sizes = read
         outcome = Outcome()
         try:
+            on_device(self._device)  # the executor's threads come and go
             self._engine.read(inbox.source_set.sessions[source], local, remote, sizes)
         except Exception as error:
             label = inbox.source_set.sources[source].label

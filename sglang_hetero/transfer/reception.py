@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_hetero.device import ForwardLane, Lane
 from sglang_hetero.errors import HeteroError, ProtocolError
 from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.layout.wire import encode as encode_manifest
@@ -28,7 +29,6 @@ from sglang_hetero.perf.records import Perf, silent
 
 from . import lifetime, messages
 from .counters import Counters
-from .device import ForwardLane, Lane
 from .engine.base import Engine
 from .faults import Faults
 from .heard import Heard
@@ -159,9 +159,9 @@ class Reception:
         self._heard = Heard()
         self._next_look = 0.0
         self._lane = Lane(arena.device)
-        self._worker = MergeWorker(manifest.label, self._merge_batch, self._turn_failed)
+        self._worker = MergeWorker(manifest.label, self._merge_batch, self._turn_failed, arena.device)
         readers = MAX_READERS if settings.parallel_pull else 1
-        self._puller = Puller(engine, ThreadPoolExecutor(readers, thread_name_prefix="hetero-reader"))
+        self._puller = Puller(engine, ThreadPoolExecutor(readers, thread_name_prefix="hetero-reader"), arena.device)
 
     # Actions of the machines; the lock is held.
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_hetero.device import Lane
 from sglang_hetero.errors import HeteroError, StagingError
 from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.merge.assemble import Memory, pack_pages
@@ -20,7 +21,6 @@ from sglang_hetero.perf.records import Component, component_of
 from sglang_hetero.reshard.bind import Descriptors
 
 from . import messages, verify
-from .device import Lane
 from .engine.asked import Unfinished
 from .engine.base import Engine, EngineError
 from .outbox import Destination, Ids

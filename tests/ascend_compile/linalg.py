@@ -15,9 +15,11 @@ triton-ascend 3.2.0 does with other accesses, all of which compile (bad_kernels.
 import re
 from collections import Counter
 
-# On-chip memory of a vector core of the Ascend 910B; the compiler doubles the buffer of a tile.
-UNIFIED_BUFFER_BYTES = 192 * 1024
+# On-chip memory of a vector core (torch_npu 2.13, _inductor/config.py); the compiler doubles the buffer of a tile.
+UNIFIED_BUFFER_BYTES = {"Ascend910B2": 192 * 1024, "Ascend910_9579": 256 * 1024}
 BUFFERS_PER_TILE = 2
+# Rows in that memory begin at multiples of so many bytes.
+ROW_ALIGNMENT = 32
 
 # The arguments that the compiler puts in front are two; then come dst and src.
 DST, SRC = "%arg2", "%arg3"
@@ -49,15 +51,15 @@ ELEMENT_LOOP = re.compile(r"scf\.for .* = %c\S+ to %c\S+ step")
 UNIT_STEPS = re.compile(r"\[1(?:, 1)*\] :")
 
 
-def faults(text: str, element: str, tile: tuple[int, int], loads: int = 1) -> list[str]:
+def faults(text: str, element: str, tile: tuple[int, int], on_chip: int, loads: int = 1) -> list[str]:
     """Why this is no bulk copy of tiles `(rows, columns)` of `element` (i8, i16, i32); empty if it is one.
 
-    loads: scalars that the kernel reads for each tile.
+    on_chip: bytes of a core's memory. loads: scalars that the kernel reads for each tile.
     """
     lines = [line.strip() for line in text.splitlines()]
     found = [f"marked {mark}" for mark in MARKS if mark in text]
     found += _operations(lines, loads)
-    found += _rectangles(lines, element, tile)
+    found += _rectangles(lines, element, tile, on_chip)
     for name, argument, kind in (("dst", DST, WRITTEN), ("src", SRC, READ)):
         if not re.search(rf"{argument}: memref<\?x{element}> {{[^}}]*tt\.tensor_kind = {kind} ", text):
             found.append(f"{name} is not only {'read' if kind == READ else 'written'}")
@@ -88,7 +90,7 @@ def _operations(lines: list[str], loads: int) -> list[str]:
     return found
 
 
-def _rectangles(lines: list[str], element: str, tile: tuple[int, int]) -> list[str]:
+def _rectangles(lines: list[str], element: str, tile: tuple[int, int], on_chip: int) -> list[str]:
     """Accesses that are no dense rows of the tile, and a tile too large for the chip."""
     rows, cols = tile
     found = []
@@ -104,6 +106,6 @@ def _rectangles(lines: list[str], element: str, tile: tuple[int, int]) -> list[s
     size = rows * cols * int(element[1:]) // 8
     if not all(f"memref<{rows}x{cols}x{element}>" in line for line in buffers):
         found.append(f"buffers that are no tile: {buffers}")
-    if size * BUFFERS_PER_TILE > UNIFIED_BUFFER_BYTES:
+    if size * BUFFERS_PER_TILE > on_chip:
         found.append(f"a tile of {size} bytes does not fit on the chip {BUFFERS_PER_TILE} times")
     return found

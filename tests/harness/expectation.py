@@ -15,6 +15,8 @@ from .sides import Shard
 PAGED = {Component.KEY, Component.VALUE, Component.DRAFT_KEY, Component.DRAFT_VALUE}
 """Components whose items are pages; the items of CONV and SSM are linear-state slots, those of AUX aux rows."""
 
+DRAFT = {Component.DRAFT_KEY, Component.DRAFT_VALUE}
+
 READY_FLAG = "bootstrap_room"
 """Aux buffer whose nonzero first column tells decode that the row has arrived: it starts as 0, not as poison."""
 
@@ -52,6 +54,8 @@ class Placement:
     pages: tuple[int, ...]
     slot: int
     aux_row: int
+    drafted: bool | None = None
+    """Whether prefill has a draft; None: like decode."""
 
     def items(self, component: Component) -> tuple[int, ...]:
         """Items of a buffer of this component that belong to the request."""
@@ -94,6 +98,9 @@ def state(buffer: Buffer, shard: Shard, seed: int) -> Bits:
 
 def _put_pages(everything: Bits, buffer: Buffer, shard: Shard, placement: Placement, leftovers: Leftovers) -> None:
     page_size = shard.geometry.page_size
+    if buffer.component in DRAFT and placement.drafted is False:
+        everything[list(placement.pages)] = 0
+        return
     tokens = kv(buffer, shard, placement.seed, range(placement.tokens))
     for index, page in enumerate(placement.pages):
         part = tokens[index * page_size : (index + 1) * page_size]
@@ -111,6 +118,12 @@ def _put_state(everything: Bits, buffer: Buffer, shard: Shard, placement: Placem
 
 
 def _put_aux(everything: Bits, buffer: Buffer, shard: Shard, placement: Placement) -> None:
+    if placement.drafted not in (None, bool(shard.geometry.draft_tokens)):
+        begun = oracle.begun_drafts(placement.seed).get(buffer.name)
+        if begun is not None:
+            everything[placement.aux_row] = begun.filling
+            everything[placement.aux_row, 0] = begun.first
+            return
     # SGLang moves whole aux rows, so the columns nobody wrote arrive with the source's filling.
     everything[placement.aux_row] = untouched(buffer, oracle.SOURCE_POISON)
     written = oracle.aux_fields(shard.geometry, placement.seed, placement.room).get(buffer.name)

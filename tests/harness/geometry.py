@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from sglang_hetero.layout.window import ConvLayout
 
+MINIMAL_HIDDEN = 16
+"""Columns of the hidden-state row where there is no MTP, in float32 (scheduler.py, init_disaggregation)."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 """Bytes per element of each dtype that a pool may be given."""
 
@@ -66,6 +68,11 @@ class Geometry:
     def draft_layers(self) -> tuple[int, ...]:
         """Layer ids of the draft pool; an MTP module numbers its single layer from 0."""
         return (0,) if self.draft_tokens else ()
+
+    @property
+    def hidden_row(self) -> tuple[int, str]:
+        """Columns and dtype of the aux row's hidden state."""
+        return (self.hidden_size, self.hidden_dtype) if self.draft_tokens else (MINIMAL_HIDDEN, "float32")
 
     @property
     def conv_segments(self) -> tuple[Segment, Segment, Segment]:

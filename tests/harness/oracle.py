@@ -7,6 +7,7 @@ path. numpy only.
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,6 +155,23 @@ def aux_fields(geometry: Geometry, seed: int, room: int) -> dict[str, Bits]:
         fields["output_topk_index"] = values(seed, Component.AUX, 2, channel=topk, itemsize=8)
         fields["output_hidden_states"] = values(seed, Component.AUX, 3, channel=hidden, itemsize=hidden_itemsize)
     return fields
+
+
+class Begun(NamedTuple):
+    """Bits of a column of the aux row: of its first element, and of every other one."""
+
+    first: int
+    filling: int
+
+
+def begun_drafts(seed: int) -> dict[str, Begun]:
+    """What decode's drafts begin with where only one side drafts: the first token again, for certain, and no state."""
+    token, one = first_token(seed), int(np.float32(1.0).view(np.uint32))
+    return {
+        "output_topk_p": Begun(one, 0),
+        "output_topk_index": Begun(token, token),
+        "output_hidden_states": Begun(0, 0),
+    }
 
 
 def first_token(seed: int) -> int:

@@ -317,7 +317,8 @@ class Pair:
         """A request for `handoff` at its start; a Flow takes it on."""
         prefill, decode = self.prefills[handoff.prefill], self.decodes[handoff.decode]
         side = prefill.side
-        request = Request(self.next_room, handoff.tokens, handoff.seed, side.bootstrap_port, side.host)
+        drafted = bool(prefill.shards[0].geometry.draft_tokens)
+        request = Request(self.next_room, handoff.tokens, handoff.seed, side.bootstrap_port, side.host, drafted)
         self.next_room += 1
         return flow.journey(request, handoff, prefill.ranks, decode.ranks)
 

@@ -54,6 +54,7 @@ def build(shard: Shard, *, decode: bool) -> Pools:
 
     geometry = shard.geometry
     requests, target, draft = _hybrid(shard, decode) if geometry.linear_layers else _plain(shard, decode)
+    hidden_size, hidden_dtype = geometry.hidden_row
     return Pools(
         shard=shard,
         requests=requests,
@@ -62,8 +63,8 @@ def build(shard: Shard, *, decode: bool) -> Pools:
         allocator=_allocator(geometry, target),
         metadata=MetadataBuffers(
             geometry.slots,
-            hidden_size=geometry.hidden_size,
-            hidden_states_dtype=getattr(torch, geometry.hidden_dtype),
+            hidden_size=hidden_size,
+            hidden_states_dtype=getattr(torch, hidden_dtype),
             max_sampling_mask_tokens=1,
         ),
     )

@@ -205,6 +205,7 @@ class Rank:
             pages=tuple(int(page) for page in row[:: self.shard.geometry.page_size] // self.shard.geometry.page_size),
             slot=int(live.req.kv.mamba_pool_idx) if self._hybrid else NO_SLOT,
             aux_row=self._aux_row(live),
+            drafted=live.request.drafted,
         )
 
     def _aux_row(self, live: Live) -> int:

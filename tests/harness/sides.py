@@ -47,6 +47,8 @@ class Request:
     bootstrap_port: int = NO_BOOTSTRAP
     """Of the prefill side that it goes to."""
     bootstrap_host: str = LOOPBACK
+    drafted: bool | None = None
+    """Whether that side has a draft; None: like decode."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ _WIRE = "sglang_hetero/layout/wire.py"
 _PLAN = "sglang_hetero/reshard/plan.py"
 _COVERAGE = "sglang_hetero/reshard/coverage.py"
 _COMPATIBILITY = "sglang_hetero/reshard/compatibility.py"
+_ROW = "sglang_hetero/reshard/row.py"
 _SHARE = "sglang_hetero/reshard/share.py"
 _BIND = "sglang_hetero/reshard/bind.py"
 _ASSEMBLE = "sglang_hetero/merge/assemble.py"
@@ -445,6 +446,25 @@ FAULTS = [
         "                outgoing += self._abort(inbox, sorted(inbox.machine.may_write))",
         "                pass",
     ),
+    # Only one side drafts.
+    Fault(
+        "what nobody sends is left as it was", _ASSEMBLE, "items.index_fill_(0, pages, EMPTY)", "pages.clamp_(min=1)"
+    ),
+    Fault("a pool is emptied, others' pages too", _ASSEMBLE, "items.index_fill_(0, pages, EMPTY)", "items.zero_()"),
+    Fault(
+        "pages that the device is still emptying are given away",
+        _DECODE,
+        "while not inbox.emptied() or any(",
+        "while any(",
+    ),
+    Fault("the draft's columns are taken over without its caches", _ROW, "drafts_move or not column.draft", "True"),
+    Fault(
+        "columns are taken over in their order",
+        _ROW,
+        "None for column in destination.row)",
+        "None for column in sorted(destination.row, key=lambda column: theirs.get(column.name, -1)))",
+    ),
+    Fault("two kinds of draft caches are one draft", _COMPATIBILITY, "(offered ^ wanted) & _DRAFTS:", "False:"),
     Fault(
         "the first fault of a mover's turn stops its destination",
         _DISPATCH,

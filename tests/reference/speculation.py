@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from tests.reference.mtp import MtpHead, load_head
 from tests.reference.target import continue_prompt, load, one_thread
@@ -68,21 +69,30 @@ class Speculation:
 @torch.inference_mode()
 @one_thread()
 def greedy_with_mtp(
-    model_path: Path | str, prompt_ids: Sequence[int], n: int, depth: int, dtype: torch.dtype = torch.float32
+    model_path: Path | str,
+    prompt_ids: Sequence[int],
+    n: int,
+    depth: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    prompt_drafted: bool = True,
 ) -> Speculation:
     """Decode n >= 1 tokens after the prompt with drafts of `depth` tokens (SGLang: NEXTN, --speculative-num-steps
     depth, topk 1, depth + 1 draft tokens); an end token does not stop it (ignore_eos).
 
     The first token comes from the prompt alone, every round then adds the accepted drafts and one token of the
     target. SGLang counts all accepted drafts of the last round, also those that max_new_tokens cuts off
-    (managers/scheduler_components/batch_result_processor.py).
+    (managers/scheduler_components/batch_result_processor.py). prompt_drafted: False where prefill has no draft model,
+    so that the head's cache of the prompt is 0 and the first draft is the first token again (docs/speculation.md).
     """
     target = load(model_path, dtype)
     prompt = list(prompt_ids)
     # The last round begins with at most n - 1 tokens and adds at most depth + 1.
     known = continue_prompt(target, prompt, n + depth)
     text = prompt + known.tokens
-    drafter = Drafter(load_head(model_path, dtype), text, known.hidden)
+    drafter = Drafter(load_head(model_path, dtype), text, known.hidden, lost=0 if prompt_drafted else len(prompt))
+    if not prompt_drafted:
+        drafter.forget(len(prompt) - 1, text)
 
     accepted: list[int] = []
     confirmed = len(prompt) + 1
@@ -118,11 +128,20 @@ class Drafter:
         self._states, self._guesses = (torch.cat(parts) for parts in zip(*passes, strict=True))
         self._keys, self._values = layer.keys, layer.values  # [1, kv_heads, entries, head_dim]
 
+    def forget(self, entry: int, text: list[int]) -> None:
+        """Nothing is known of what this entry would have drafted: its state is 0, its guess the token it has read."""
+        self._states[entry] = 0
+        self._guesses[entry] = text[entry + 1]
+
+    def _first(self, entries: int) -> DynamicCache:
+        cache = self._head.empty_cache()
+        cache.update(self._keys[:, :, :entries], self._values[:, :, :entries], 0)
+        return cache
+
     def draft(self, confirmed: int, depth: int) -> list[int]:
         """`depth` guesses after the first `confirmed` tokens of the text."""
         entries = confirmed - 1  # the last token has no hidden state yet
-        cache = self._head.empty_cache()
-        cache.update(self._keys[:, :, :entries], self._values[:, :, :entries], 0)
+        cache = self._first(entries)
         state, guess = self._states[entries - 1 : entries], self._guesses[entries - 1 : entries]
         drafts = [int(guess)]
         while len(drafts) < depth:

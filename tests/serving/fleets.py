@@ -44,12 +44,13 @@ class Setup:
     """What to start: a topology and the options of `sglang-hetero up` that differ from its defaults.
 
     end: the signal that ends the launcher; it never reaches the servers themselves. chunk: tokens of a prefill step.
-    etcd: servers and router meet in an etcd of their own. prefill, decode: environment of the servers of one role,
-    NAME=VALUE.
+    etcd: servers and router meet in an etcd of their own. prefill_mtp: depth of speculation on prefill, None for `mtp`.
+    prefill, decode: environment of the servers of one role, NAME=VALUE.
     """
 
     topology: str
     mtp: int = 3
+    prefill_mtp: int | None = None
     model: str = "tiny"
     conv_layout: str = "channels_first"
     options: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class Setup:
 
     @property
     def id(self) -> str:
-        parts = [self.topology, f"mtp{self.mtp}"]
+        parts = [self.topology, f"mtp{self.mtp}" if self.prefill_mtp is None else f"mtp{self.prefill_mtp}to{self.mtp}"]
         parts += [self.model] if self.model != "tiny" else []
         parts += ["window-first"] if self.conv_layout == "window_first" else []
         parts += [option.strip("-") for option in self.options]
@@ -74,6 +75,7 @@ class Setup:
             *(sys.executable, "-m", "sglang_hetero", "up", self.topology, "--json"),
             *("--mtp", str(self.mtp), "--model", self.model, "--conv-layout", self.conv_layout),
             *("--chunk", str(self.chunk), "--start-seconds", str(START_SECONDS), "--log-dir", str(log_dir)),
+            *(() if self.prefill_mtp is None else ("--prefill-mtp", str(self.prefill_mtp))),
             *self.options,
             *(("--etcd", etcd.address) if etcd else ()),
             *(word for value in self.prefill for word in ("--prefill-env", value)),
@@ -112,10 +114,12 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @functools.cache
-def _reference(model_path: Path, prompt: tuple[int, ...], tokens: int, mtp: int) -> Continuation | Speculation:
+def _reference(
+    model_path: Path, prompt: tuple[int, ...], tokens: int, mtp: int, prompt_drafted: bool
+) -> Continuation | Speculation:
     if mtp == 0:
         return greedy(model_path, [prompt], tokens)[0]
-    return greedy_with_mtp(model_path, prompt, tokens, mtp)
+    return greedy_with_mtp(model_path, prompt, tokens, mtp, prompt_drafted=prompt_drafted)
 
 
 @dataclass
@@ -149,7 +153,7 @@ class Served:
 
     def reference(self, prompt: list[int], tokens: int = OUTPUT_TOKENS) -> Continuation | Speculation:
         """What transformers gives."""
-        return _reference(self.model_path, tuple(prompt), tokens, self.setup.mtp)
+        return _reference(self.model_path, tuple(prompt), tokens, self.setup.mtp, self.setup.prefill_mtp != 0)
 
     def check(self, prompt: list[int], answer: Generation, drafts: bool = True) -> None:
         """Assert that an answer of `ask` is what transformers gives; `drafts`: also which drafts were accepted."""

@@ -31,6 +31,7 @@ EQUAL = [
     Setup("p1_d2", mtp=1, model="tiny-gqa2", conv_layout=WINDOW_FIRST, decode=(PULL,)),
     Setup("p3_d2", model="tiny-h6", options=PAGES_OF_128, prefill=(AT_THE_END,)),
     OWN_ROUTER,
+    Setup("p2_d1", mtp=3, prefill_mtp=0, conv_layout=WINDOW_FIRST, decode=(VERIFY,)),
     Setup("p2_d2", mtp=5, model="tiny-next", decode=(ALWAYS,), end=signal.SIGKILL),
     Setup("p2_d2dp2", model="tiny-moe", options=PAGES_OF_64, end=signal.SIGINT),
     # SGLang's own path; also the smoke test of sglang-router's production router.
@@ -60,6 +61,18 @@ MORE = [
     TWO_PREFILLS,
     # The router is given the URLs.
     Setup("p2p4_d1", mtp=1, options=("--router", "hetero")),
+    # Different speculation on the two sides (docs/speculation.md). With equal TP sizes no option says whose path it is.
+    Setup("p2_d1", mtp=3, prefill_mtp=0),
+    Setup("p1_d2", mtp=3, prefill_mtp=0, conv_layout=WINDOW_FIRST, decode=(PULL,)),
+    Setup("p2_d2", mtp=3, prefill_mtp=0),
+    Setup("p2_d1", mtp=5, prefill_mtp=1),
+    Setup("p2_d1", mtp=5, prefill_mtp=1, conv_layout=WINDOW_FIRST),
+    Setup("p1_d2", mtp=1, prefill_mtp=5, conv_layout=WINDOW_FIRST),
+    Setup("p2_d2", mtp=5, prefill_mtp=1),
+    Setup("p2_d2", mtp=5, prefill_mtp=1, conv_layout=WINDOW_FIRST),
+    Setup("p2_d1", mtp=0, prefill_mtp=3),
+    Setup("p1_d2", mtp=0, prefill_mtp=3, conv_layout=WINDOW_FIRST),
+    Setup("p2_d2", mtp=0, prefill_mtp=3, conv_layout=WINDOW_FIRST),
 ]
 BFLOAT16 = Setup("p2_d1", options=("--dtype", "bfloat16"))
 # Seven bits of mantissa moved the log-probabilities of these models by up to 0.05. A small fault hides in that: the

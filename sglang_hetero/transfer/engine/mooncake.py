@@ -58,7 +58,12 @@ REFUSALS = (0, (1 << 64) - 1)
 LEAST_RELEASE = (0, 3, 12)
 """Before it, a transfer over TCP can have ended before its bytes are in the peer's memory, and one that was refused
 cannot be told from one that was begun."""
-DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
+DISTRIBUTIONS = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-npu",
+)
 """Names under which Mooncake is released."""
 PATIENCE = 30.0
 """Seconds without a descriptor's end after which a write fails; Mooncake's own measure for a call that waits."""

@@ -10,7 +10,7 @@ from .piece import Piece
 class Coverage:
     """Every page of every layer of every role that the destination has, and every layer's conv and SSM, once each.
 
-    What the plan leaves out by policy (`Plan.missing`) is not waited for. pages: of the request. tokens: of the request
+    What nobody sends (`Plan.missing`) has to be `emptied`. pages: of the request. tokens: of the request
     where they are known beforehand; otherwise the last page's pieces have to agree.
     """
 
@@ -23,9 +23,9 @@ class Coverage:
         # A bit per page, page 0 lowest; a Python integer, since runs of bits are then set and tested at once.
         self._open: dict[tuple[Role, int], int] = {}
         for component in plan.destination.components:
-            if component.role not in plan.missing:
-                whole = (1 << pages) - 1 if component.item is Item.PAGE else 1
-                self._open.update(((component.role, layer), whole) for layer in component.layers)
+            whole = (1 << pages) - 1 if component.item is Item.PAGE else 1
+            self._open.update(((component.role, layer), whole) for layer in component.layers)
+        self._missing = {entry for entry in self._open if entry[0] in plan.missing}
 
     @property
     def complete(self) -> bool:
@@ -61,6 +61,13 @@ class Coverage:
         if left:
             self._open[entry] = left
         else:
+            del self._open[entry]
+
+    def emptied(self) -> None:
+        """Whatever nobody sends is empty. Raises ProtocolError when that was said before."""
+        if self._missing - self._open.keys():
+            raise ProtocolError("what nobody sends was emptied before")
+        for entry in self._missing:
             del self._open[entry]
 
     def pulled(self, role: Role, layer: int) -> None:

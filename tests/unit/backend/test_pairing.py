@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from sglang_hetero.backend.options import Mode
 from sglang_hetero.backend.pairing import Conv, Here, Path, Registration, Route, decide, same_layouts
 from sglang_hetero.layout import Role
+from sglang_hetero.layout.row import Column
 from tests.reshard_oracle.handover import prefill_ranks
 from tests.reshard_oracle.pair import MODEL, SHAPE, decode, prefill, with_component
 from tests.reshard_oracle.rank import CHANNELS_FIRST, WINDOW_FIRST, Shape
@@ -256,6 +258,24 @@ class TestSameLayouts:
     )
     def test_what_differs(self, destination):
         assert not same_layouts(prefill(2, shape=Shape(formats={Role.CONV: CHANNELS_FIRST})), destination)
+
+    def test_rows_of_metadata(self):
+        """SGLang's own path would take prefill's size of a column for decode's."""
+        wide, narrow = ((Column("output_hidden_states", "bfloat16", nbytes, draft=True),) for nbytes in (4096, 64))
+        sources = [replace_struct(one, row=wide) for one in prefill(2)]
+        assert same_layouts(sources, replace_struct(decode(1, 2), row=wide))
+        assert not same_layouts(sources, replace_struct(decode(1, 2), row=narrow))
+        assert not same_layouts(
+            [sources[0], replace_struct(sources[1], row=narrow)], replace_struct(decode(1, 2), row=wide)
+        )
+
+    def test_more_drafts_with_the_same_bytes(self):
+        """Channels-first slots have no rows for drafts: then depth is in nothing that is handed over. Window-first ones
+        have, so that such a pair does not take SGLang's own path, whatever its TP sizes."""
+        first, more = replace(WINDOW_FIRST, dead_before=1), replace(WINDOW_FIRST, dead_before=5)
+        for format_of_decode, same in ((first, True), (more, False)):
+            sources = prefill(2, shape=Shape(formats={Role.CONV: first}))
+            assert same_layouts(sources, decode(1, 2, shape=Shape(formats={Role.CONV: format_of_decode}))) is same
 
     def test_another_side_of_the_model(self):
         assert not same_layouts(prefill(2), decode(0, 2, model=(*MODEL[:3], *MODEL[4:])))

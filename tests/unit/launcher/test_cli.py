@@ -67,6 +67,8 @@ def test_busy_port(capsys, tmp_path):
     [
         (("--mtp", "-1"), "--mtp -1: the depth is 0 (off) to 16"),
         (("--mtp", "17"), "--mtp 17"),
+        (("--prefill-mtp", "-1"), "--prefill-mtp -1: the depth is 0 (off) to 16"),
+        (("--decode-mtp", "17"), "--decode-mtp 17"),
         (("--page-size", "0"), "--page-size 0: must be larger than 0"),
         (("--chunk", "100", "--page-size", "64"), "--chunk 100 is not a multiple of --page-size 64"),
         (("--radix-cache", "--page-size", "64"), "--radix-cache with --page-size 64"),

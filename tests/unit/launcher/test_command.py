@@ -53,6 +53,19 @@ def test_speculation_is_a_chain_of_the_asked_depth(depth):
     assert value(line, "--speculative-eagle-topk") == "1"
 
 
+def test_the_two_roles_may_speculate_differently():
+    prefill, decode = (
+        command.server_command("/models/tiny", Options(mtp=3, prefill_mtp=0, decode_mtp=5), one, ENDPOINT)
+        for one in topology.parse("p2_d1").instances
+    )
+    assert not [flag for flag in prefill if "speculative" in flag]
+    assert value(decode, "--speculative-num-steps") == "5"
+    only_decode = command.server_command(
+        "/models/tiny", Options(mtp=3, decode_mtp=0), topology.parse("p2_d1").instances[0], ENDPOINT
+    )
+    assert value(only_decode, "--speculative-num-steps") == "3"
+
+
 def test_without_speculation_no_flag_of_it():
     assert not [flag for flag in server("mixed_tp1", 0, Options()) if "speculative" in flag]
 
@@ -60,6 +73,8 @@ def test_without_speculation_no_flag_of_it():
 def test_speculation_needs_a_model_with_an_mtp_layer():
     Options(mtp=3).check_model(models.spec("tiny"))
     Options(mtp=0).check_model(models.spec("tiny-gqa"))
+    with pytest.raises(OptionError, match="--decode-mtp 1: tiny-gqa has no MTP layer; use --decode-mtp 0 or another"):
+        Options(decode_mtp=1).check_model(models.spec("tiny-gqa"))
     with pytest.raises(OptionError, match="--mtp 3: tiny-gqa has no MTP layer; use --mtp 0 or another model"):
         Options(mtp=3).check_model(models.spec("tiny-gqa"))
 

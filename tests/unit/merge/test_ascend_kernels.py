@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_hetero.merge import chip as chips
 from sglang_hetero.merge import triton_kernels, triton_ops
 from tests.ascend_compile import linalg
 
@@ -47,9 +48,14 @@ BAD = {
 }
 
 
-def variants(element):
+def tiles(chip, element):
+    """All shapes of a tile that the launchers can ask for."""
+    return triton_ops.tile_shapes(ELEMENTS[element], chips.npu(chip, 0).tile_bytes)
+
+
+def variants(chip, element):
     """(tile, figures) of all compilations that the launchers can ask for, per chip and direction."""
-    return itertools.product(triton_ops.tile_shapes(ELEMENTS[element]), FIGURES)
+    return itertools.product(tiles(chip, element), FIGURES)
 
 
 def kernel_job(chip, element, direction, tile, figures):
@@ -81,6 +87,11 @@ def listed_job(chip, element, tile, align):
     }
 
 
+def on_chip(chip):
+    """Bytes of a vector core's memory, by CANN's own name of the chip."""
+    return linalg.UNIFIED_BUFFER_BYTES[chip]
+
+
 def bad_job(chip, kernel):
     return {
         "file": str(BAD_KERNELS),
@@ -101,12 +112,12 @@ def compiled(tmp_path_factory):
     jobs = {
         (chip, element, direction, *variant): kernel_job(chip, element, direction, *variant)
         for chip, element, direction in itertools.product(CHIPS, ELEMENTS, DIRECTIONS)
-        for variant in variants(element)
+        for variant in variants(chip, element)
     }
     jobs |= {
         (chip, element, LIST, tile, align): listed_job(chip, element, tile, align)
         for chip, element, align in itertools.product(CHIPS, ELEMENTS, LISTED)
-        for tile in triton_ops.tile_shapes(ELEMENTS[element])
+        for tile in tiles(chip, element)
     }
     jobs |= {(chip, kernel): bad_job(chip, kernel) for chip, kernel in itertools.product(CHIPS, BAD)}
     folder = tmp_path_factory.mktemp("ascend")
@@ -131,10 +142,10 @@ def compiled(tmp_path_factory):
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_variant_moves_tiles_in_bulk(compiled, chip, element, direction):
-    for tile, figures in variants(element):
+    for tile, figures in variants(chip, element):
         result = compiled[chip, element, direction, tile, figures]
         assert "linalg" in result, f"tile {tile}, {figures}: {result['error']}"
-        found = linalg.faults(result["linalg"], element, tile)
+        found = linalg.faults(result["linalg"], element, tile, on_chip(chip))
         assert not found, f"tile {tile}, {figures}: {found}\n{result['linalg']}"
 
 
@@ -142,10 +153,11 @@ def test_every_variant_moves_tiles_in_bulk(compiled, chip, element, direction):
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_tiles_by_list_are_moved_in_bulk(compiled, chip, element, align):
-    for tile in triton_ops.tile_shapes(ELEMENTS[element]):
+    for tile in tiles(chip, element):
         result = compiled[chip, element, LIST, tile, align]
         assert "linalg" in result, f"tile {tile}: {result['error']}"
-        found = linalg.faults(result["linalg"], element, tile, TILE_LOADS if tile[0] > 1 else ROW_LOADS)
+        loads = TILE_LOADS if tile[0] > 1 else ROW_LOADS
+        found = linalg.faults(result["linalg"], element, tile, on_chip(chip), loads)
         assert not found, f"tile {tile}: {found}\n{result['linalg']}"
         # Places and strides stay as wide as the list has them.
         assert "arith.trunci" not in result["linalg"]
@@ -156,7 +168,7 @@ def test_tiles_by_list_are_moved_in_bulk(compiled, chip, element, align):
 def test_a_kernel_that_is_no_bulk_copy_is_found_out(compiled, chip, kernel):
     result = compiled[chip, kernel]
     assert "linalg" in result, result["error"]
-    found = linalg.faults(result["linalg"], "i16", (BAD_TILE, BAD_TILE))
+    found = linalg.faults(result["linalg"], "i16", (BAD_TILE, BAD_TILE), on_chip(chip))
     assert any(fault.startswith(BAD[kernel]) for fault in found), found
 
 
@@ -164,11 +176,20 @@ def test_a_kernel_that_is_no_bulk_copy_is_found_out(compiled, chip, kernel):
 @pytest.mark.parametrize("chip", CHIPS)
 def test_addresses_are_computed_in_64_bits(compiled, chip, direction):
     """Layer, item and row times its stride, on both sides, and nothing is cut to 32 bits afterwards."""
-    for tile in triton_ops.tile_shapes(2):
+    for tile in tiles(chip, "i16"):
         text = compiled[chip, "i16", direction, tile, "odd"]["linalg"]
         assert len(re.findall(r"arith\.muli .* : i64", text)) == 6
         assert "arith.trunci" not in text
 
 
-def test_an_oversized_tile_is_found_out():
-    assert any("does not fit on the chip" in fault for fault in linalg.faults("", "i32", (1, 32 * 1024)))
+@pytest.mark.parametrize(("chip", "cols"), [("Ascend910B2", 32 * 1024), ("Ascend910_9579", 48 * 1024)])
+def test_an_oversized_tile_is_found_out(chip, cols):
+    assert any("does not fit on the chip" in fault for fault in linalg.faults("", "i32", (1, cols), on_chip(chip)))
+    fits = triton_ops.tile_shape(2**20, 4, chips.npu(chip, 0).tile_bytes)
+    assert not any("does not fit on the chip" in fault for fault in linalg.faults("", "i32", fits, on_chip(chip)))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_rows_of_a_tile_begin_where_the_chip_wants_them(chip):
+    for element, size in ELEMENTS.items():
+        assert all(cols * size % linalg.ROW_ALIGNMENT == 0 for _, cols in tiles(chip, element))

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from sglang_hetero.errors import MergeError
 from sglang_hetero.layout import Item, Role
-from sglang_hetero.merge import Assembler, batch, triton_batch, triton_kernels, triton_ops
+from sglang_hetero.merge import Assembler, batch, chip, triton_batch, triton_kernels
 from sglang_hetero.merge.batch import Staged
 from sglang_hetero.merge.copies import StridedCopy, fold, rectangle
 from sglang_hetero.reshard import plan
@@ -204,7 +204,7 @@ def test_a_gpu_moves_16_bytes_at_a_time_where_places_allow(align, vectors, tmp_p
     )
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": triton_ops.NUM_WARPS})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": chip.WARPS})
     text = compiled.asm["ptx"]
     for access in ("ld.global.v4.b32", "st.global.v4.b32"):
         assert (access in text) is vectors
@@ -213,14 +213,14 @@ def test_a_gpu_moves_16_bytes_at_a_time_where_places_allow(align, vectors, tmp_p
 def test_a_launcher_keeps_nothing_of_a_batch(monkeypatch):
     """torch's allocators keep a table until the device has used it; one that is kept here lies there while idle."""
     tables = []
-    made = triton_batch._on_device
+    made = triton_batch.to_device
 
-    def on_device(table, device):
+    def to_device(table, device):
         there = made(table, device)
         tables.append(weakref.ref(there))
         return there
 
-    monkeypatch.setattr(triton_batch, "_on_device", on_device)
+    monkeypatch.setattr(triton_batch, "to_device", to_device)
     shape = Shape(page_size=4)
     with path("kernel"):
         serve(MODEL, (2, shape), (1, shape), Request(7))
@@ -244,7 +244,7 @@ def test_a_table_goes_to_a_device_from_pinned_memory_without_waiting(monkeypatch
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     table, device = np.arange(8), torch.device("meta")
-    there = triton_batch._on_device(table, device)
+    there = triton_batch.to_device(table, device)
     assert len(pinned) == len(copied) == 1
     assert copied[0][0] is pinned[0] is there
     assert copied[0][1:] == (device, True)

@@ -16,11 +16,12 @@ from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from sglang_hetero.errors import MergeError
-from sglang_hetero.merge import naive, triton_kernels, triton_ops
+from sglang_hetero.merge import chip, naive, triton_kernels, triton_ops
 from sglang_hetero.merge.checks import bit_view
 
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
 POISON = 0xFF
+TILE = chip.INTERPRETER.tile_bytes
 MAP_NORESERVE = 0x4000  # Linux; Python has no name for it
 
 
@@ -263,7 +264,7 @@ def test_slots_lie_behind_two_to_the_32(far):
 def test_layers_and_tokens_lie_behind_two_to_the_32(far):
     """The layer stride itself is past 2**32, and a page of two row blocks is so wide that its last tokens are."""
     token, width = 2**23 + 128, 64
-    page = triton_ops.tile_shape(width, 1)[0] + 8
+    page = triton_ops.tile_shape(width, 1, TILE)[0] + 8
     layer = 2**32 + 4096
     pool = far.as_strided((2, 1, page, 1, width), (layer, layer, token, width, 1))
     assert (page - 8) * token > 2**32
@@ -274,15 +275,16 @@ def test_layers_and_tokens_lie_behind_two_to_the_32(far):
     assert torch.equal(out, values)
 
 
+@pytest.mark.parametrize("tile", [32 * 1024, 64 * 1024])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
-def test_tiles_have_one_size_and_hold_a_row_where_they_can(itemsize):
-    listed = triton_ops.tile_shapes(itemsize)
+def test_tiles_have_one_size_and_hold_a_row_where_they_can(itemsize, tile):
+    listed = triton_ops.tile_shapes(itemsize, tile)
     assert len(set(listed)) == len(listed)
     for cols in [1, 3, 31, 32, 33, 128, 129, 4096, 100_000]:
-        rows, width = triton_ops.tile_shape(cols, itemsize)
+        rows, width = triton_ops.tile_shape(cols, itemsize, tile)
         assert (rows, width) in listed
-        assert rows * width * itemsize == triton_ops.TILE_BYTES
-        assert width * itemsize >= triton_ops.MIN_ROW_BYTES
+        assert rows * width * itemsize == tile
+        assert width * itemsize % 32 == 0, "a row of a tile does not begin where an NPU wants it"
         assert width >= cols or rows == 1
 
 

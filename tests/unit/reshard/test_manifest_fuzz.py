@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout import Item, Role, Side, limits, wire
+from sglang_hetero.layout.row import Column
 from sglang_hetero.reshard import Policy, bind, plan
 from tests.reshard_oracle import model as m
 from tests.reshard_oracle import mutate
@@ -32,11 +33,21 @@ KIMI = (
     m.ssm(4, 2, 2, (0, 2)),
 )
 SHAPES = (Shape(), Shape(formats={Role.CONV: WINDOW_FIRST, Role.SSM: Format(interleaved=True)}))
+ROW = (Column("output_ids", "int32", 64), Column("output_hidden_states", "bfloat16", 96, draft=True))
+
+
+def with_rows(sources, destination):
+    """A pair whose ranks say what their metadata is, too."""
+    return [replace(source, row=ROW) for source in sources], replace(destination, row=ROW)
+
+
 PAIRS = [
     (prefill(2, shape=SHAPES[0]), decode(shape=SHAPES[1])),
     (prefill(1, shape=SHAPES[1]), decode(1, 2)),
     (prefill(2, model=KIMI, shape=SHAPES[1]), decode(model=KIMI)),
     (prefill(1, model=m.without_draft(MODEL)), decode(model=m.without_draft(MODEL))),
+    with_rows(prefill(2), decode()),
+    with_rows(prefill(1, model=m.without_draft(MODEL)), decode()),
 ]
 REQUEST = {"pages": [1, 2], "slot": 1, "tokens": 3}
 POLICY = Policy(drop=frozenset(r for r in Role if r.draft), start_empty=frozenset(r for r in Role if r.draft))

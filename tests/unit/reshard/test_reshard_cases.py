@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from sglang_hetero.errors import LayoutMismatch, ManifestError
 from sglang_hetero.layout import Axis, AxisName, Component, Coordinates, Item, Manifest, Role, Segment, Side, wire
 from sglang_hetero.merge.assemble import Assembler
-from sglang_hetero.reshard import Policy, bind_pages, bind_slot, plan
+from sglang_hetero.reshard import STRICT, Policy, bind_pages, bind_slot, plan
 from tests.reshard_oracle import model as m
 from tests.reshard_oracle.handover import Place, Request, decode_rank, prefill_ranks, serve
 from tests.reshard_oracle.rank import CHANNELS_FIRST, WINDOW_FIRST, Format, Shape
@@ -207,9 +207,11 @@ def test_case_14_draft_on_decode_only():
     model = (*kv(2), *draft_kv(2))
     sources, (to,) = manifests(kv(2), 2, 1, decode_model=model)
     with pytest.raises(LayoutMismatch, match=r"decode.* has draft_key, prefill.* has none"):
-        plan(sources, to)
+        plan(sources, to, STRICT)
     policy = Policy(start_empty=DRAFT)
     assert plan(sources, to, policy).missing == DRAFT
+    assert plan(sources, to) == plan(sources, to, policy), "a transfer plans with this"
+    assert "has no draft model" in plan(sources, to).unequal_drafts
     hand_over(kv(2), 2, 1, decode_model=model, policy=policy)
 
 
@@ -217,7 +219,10 @@ def test_case_14_draft_on_prefill_only():
     model = (*kv(2), *draft_kv(2))
     sources, (to,) = manifests(model, 2, 1, decode_model=kv(2))
     with pytest.raises(LayoutMismatch, match=r"prefill.* has draft_key, decode.* has none"):
-        plan(sources, to)
+        plan(sources, to, STRICT)
+    policy = Policy(drop=DRAFT)
+    assert plan(sources, to) == plan(sources, to, policy), "a transfer plans with this"
+    assert "its draft caches are not sent" in plan(sources, to).unequal_drafts
     hand_over(model, 2, 1, decode_model=kv(2), policy=Policy(drop=DRAFT))
 
 

@@ -6,11 +6,13 @@ from msgspec.structs import replace
 
 from sglang_hetero.errors import ManifestError, TopologyError
 from sglang_hetero.layout import Axis, AxisName, Coordinates, Item, Role, Segment, Sharding, limits, wire
+from sglang_hetero.layout.row import Column
 from tests.reshard_oracle import model as m
 from tests.reshard_oracle.pair import changed_axes, component, manifest, with_segment
 
 LONG = "x" * (limits.MAX_NAME + 1)
 KV = (Segment("kv", 4, 1),)
+ROW = (Column("output_ids", "int32", limits.MAX_ROW_BYTES),)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,9 @@ PREFILL = r"prefill TP0/1 \(prefill-host\)"
         ({"components": ()}, f"{PREFILL}: 0 components"),
         ({"components": manifest().components * 50}, f"{PREFILL}: 300 components, must be 1 to 256"),
         ({"components": manifest().components[:1] * 2}, f"{PREFILL}: layer 1 of target_key is described twice"),
+        ({"row": (ROW[0], ROW[0])}, f"{PREFILL}: 2 columns of metadata, must be at most 64, none twice"),
+        ({"row": tuple(replace(ROW[0], name=f"{n}") for n in range(65))}, f"{PREFILL}: 65 columns of metadata"),
+        ({"row": (ROW[0], replace(ROW[0], name="more", nbytes=1))}, f"{PREFILL}: 2097153 bytes of metadata"),
     ],
 )
 def test_rejects_manifest(changes, message):
@@ -230,6 +235,7 @@ def edited(*path, value):
 
 
 GOOD = wire.encode(manifest())
+OTHER = wire.MAGIC + bytes([wire.VERSION + 1]) + GOOD[5:]
 
 
 @pytest.mark.parametrize(
@@ -237,11 +243,11 @@ GOOD = wire.encode(manifest())
     [
         (b"", "0 bytes are no manifest"),
         (b"HGHM" + GOOD[4:], "are no manifest: they do not begin with b'SGHM'"),
-        (b"SGHM", "version missing, this build reads version 1; install the same version"),
-        (b"SGHM\x02" + GOOD[5:], "version 2, this build reads version 1; install the same version"),
+        (b"SGHM", f"version missing, this build reads version {wire.VERSION}; install the same version"),
+        (OTHER, f"version {wire.VERSION + 1}, this build reads version {wire.VERSION}; install the same version"),
         (GOOD[:-1], "cannot be read"),
         (GOOD + b"\x00", "cannot be read"),
-        (b"SGHM\x01\xc1", "cannot be read"),
+        (GOOD[:5] + b"\xc1", "cannot be read"),
         (GOOD + bytes(limits.MAX_MANIFEST_BYTES), f"is larger than {limits.MAX_MANIFEST_BYTES}"),
         (
             edited("layout", value="0" * 32),
@@ -263,6 +269,27 @@ GOOD = wire.encode(manifest())
 def test_rejects_bytes(data, message):
     with pytest.raises(ManifestError, match=message):
         wire.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": ""}, "name of a column has 0 characters"),
+        ({"name": "a\nb"}, "cannot be printed"),
+        ({"dtype": LONG}, "column output_ids: dtype has 257 characters"),
+        ({"nbytes": 0}, "column output_ids: bytes is 0"),
+        ({"nbytes": limits.MAX_ROW_BYTES + 1}, f"column output_ids: bytes is {limits.MAX_ROW_BYTES + 1}"),
+    ],
+)
+def test_rejects_column(changes, words):
+    with pytest.raises(ManifestError, match=words):
+        replace(ROW[0], **changes)
+
+
+def test_a_row_is_part_of_the_layout_and_comes_back():
+    whole = replace(manifest(), row=ROW)
+    assert wire.decode(wire.encode(whole)) == whole
+    assert whole.fingerprint != manifest().fingerprint
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])

@@ -5,10 +5,13 @@ from msgspec.structs import replace
 
 from sglang_hetero.errors import CoverageError, LayoutMismatch, TopologyError
 from sglang_hetero.layout import AxisName, Role, Side
-from sglang_hetero.reshard import Policy, plan
+from sglang_hetero.layout.row import Column
+from sglang_hetero.reshard import STRICT, Policy, plan
 from tests.reshard_oracle import model as m
+from tests.reshard_oracle.handover import prefill_ranks
 from tests.reshard_oracle.pair import (
     MODEL,
+    SHAPE,
     decode,
     manifest,
     prefill,
@@ -112,14 +115,34 @@ LATENT = m.latent_kv(Role.TARGET_LATENT, {"latent": 4}, (1, 3))
     ("role", "remedy"), [(Role.TARGET_LATENT, "same checkpoint"), (Role.DRAFT_LATENT, "or allow it by policy")]
 )
 def test_rejects_role_on_one_side(on_prefill, role, remedy):
-    extra = (*MODEL, m.latent_kv(role, {"latent": 4}, (1,)))
-    sources, to = prefill(model=extra if on_prefill else MODEL), decode(model=MODEL if on_prefill else extra)
+    without = m.without_draft(MODEL)
+    extra = (*without, m.latent_kv(role, {"latent": 4}, (1,)))
+    sources, to = prefill(model=extra if on_prefill else without), decode(model=without if on_prefill else extra)
     has, lacks = (P0, D0) if on_prefill else (D0, P0)
-    with pytest.raises(LayoutMismatch, match=f"{has} has {role}, {lacks} has none: .*{remedy}"):
+    wrong_way = {"start_empty" if on_prefill else "drop": frozenset({Role.DRAFT_LATENT})}
+    for policy in (STRICT, Policy(**wrong_way)):
+        with pytest.raises(LayoutMismatch, match=f"{has} has {role}, {lacks} has none: .*{remedy}"):
+            plan(sources, to, policy)
+
+
+@pytest.mark.parametrize("on_prefill", [True, False], ids=["on_prefill", "on_decode"])
+def test_rejects_two_drafts_of_different_kinds(on_prefill):
+    """Policy or not: what nobody sends of a draft would be empty beside what arrives."""
+    more = (*MODEL, m.latent_kv(Role.DRAFT_LATENT, {"latent": 4}, (1,)))
+    sources, to = prefill(model=more if on_prefill else MODEL), decode(model=MODEL if on_prefill else more)
+    both = ("draft_key, draft_latent, draft_value", "draft_key, draft_value")
+    theirs, ours = both if on_prefill else both[::-1]
+    with pytest.raises(LayoutMismatch, match=f"{P0} keeps its draft in {theirs}, {D0} in {ours}: .*two different"):
         plan(sources, to)
-    wrong_way = Policy(drop=frozenset() if on_prefill else frozenset({Role.DRAFT_LATENT}))
-    with pytest.raises(LayoutMismatch, match=f"{has} has {role}"):
-        plan(sources, to, wrong_way)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rejects_rows_that_differ_within_a_server(stage):
+    sources = [rank.manifest for rank in prefill_ranks(MODEL, 2, SHAPE, stages=2)]
+    sources[2 * stage + 1] = replace(sources[2 * stage + 1], row=(Column("output_ids", "int32", 64),))
+    words = r"prefill TP0/2 .* and prefill TP1/2 .* have different rows of metadata: restart"
+    with pytest.raises(LayoutMismatch, match=words):
+        plan(sources, decode())
 
 
 @pytest.mark.parametrize("role", [role for role in Role if not role.draft])

@@ -4,6 +4,7 @@ Sources write the pieces of each window in any order, decode merges them in any 
 The ranks, and the bytes that must come out, are those of tests/reshard_oracle.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,6 +101,8 @@ class Receiver:
     def run(self) -> None:
         """Everything from the first chunk to the last byte; asserts that it is complete then and not before."""
         request = self.request
+        self.assembler.begin_empty(torch.tensor(self.into.pages))
+        self.coverage.emptied()
         chunks = request.chunks or (range(len(self.into.pages)),)
         page_size = self.to.shape.page_size
         reads: list[tuple[int, Piece]] = []
@@ -199,6 +202,8 @@ class Receiver:
         expected = Rank(self.to.model, self.to.side, self.to.coordinates, self.to.shape)
         request = self.request
         expected.write(request.seed, self.into.pages, self.into.slot, request.tokens, skip=self.policy.start_empty)
+        for role, page in itertools.product(self.plan.missing, self.into.pages):
+            expected.fill_tail(role, page, 0, 0x00)
         used = request.tokens - (len(self.into.pages) - 1) * self.to.shape.page_size
         for role, form in self.to.shape.formats.items():
             if form.encoding != "plain":

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from sglang_hetero.transfer.device import HostCopy
+from sglang_hetero.device import HostCopy
 from sglang_hetero.transfer.follower import Begun, Follower, Located, Note
 from sglang_hetero.transfer.outbox import Chunk, Move, Placed
 from sglang_hetero.transfer.pieces import COMPLETE, NOTHING, layer_done

@@ -71,17 +71,27 @@ def test_missing_names_the_first_hole():
     assert coverage.complete and coverage.tokens == 18
 
 
-def test_what_is_left_out_by_policy_is_not_waited_for():
+def test_what_nobody_sends_has_to_be_emptied():
     left_out = frozenset({DRAFT_KEY, DRAFT_VALUE})
     coverage = Coverage(made(Policy(start_empty=left_out), draft=False), 1, 4)
     for role, layer in PAGED[:4]:
         coverage.add(Piece(role, layer, 0, 1, 4))
-    with pytest.raises(ProtocolError):
-        coverage.add(Piece(DRAFT_KEY, 0, 0, 1, 4))
     coverage.add(Piece(None, 0))
-    assert coverage.missing() == "layer 2 of conv and 1 more"
     coverage.add(Piece(None, 2))
+    assert coverage.missing() == "pages 0 to 0 of 1 of layer 0 of draft_key and 1 more"
+    coverage.emptied()
     assert coverage.complete
+    with pytest.raises(ProtocolError, match="no such layer"):
+        coverage.add(Piece(DRAFT_KEY, 0, 0, 1, 4))
+    with pytest.raises(ProtocolError, match="emptied before"):
+        coverage.emptied()
+
+
+def test_what_is_sent_is_not_emptied():
+    coverage = Coverage(made(), 1, 4)
+    before = coverage.missing()
+    coverage.emptied()
+    assert coverage.missing() == before
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from sglang_hetero.layout import Coordinates, Side
+from sglang_hetero.device import ForwardLane, Lane
+from sglang_hetero.layout import Coordinates, Role, Side
 from sglang_hetero.layout.wire import encode as encode_manifest
 from sglang_hetero.transfer import messages
 from sglang_hetero.transfer.decode import DecodeSide
-from sglang_hetero.transfer.device import ForwardLane, Lane
 from sglang_hetero.transfer.engine.loopback import Fabric, LoopbackEngine
 from sglang_hetero.transfer.link import Endpoint
 from sglang_hetero.transfer.prefill import PrefillSide
@@ -178,9 +178,11 @@ class DecodeNode:
         )
         network.attach(name, self.endpoint, self.side.handle)
 
-    def expect(self, seed: int, place: Place, tokens: int) -> None:
-        """A request has arrived here."""
-        self.twin.write(seed, place.pages, place.slot, tokens)
+    def expect(self, seed: int, place: Place, tokens: int, *, empty: frozenset[Role] = frozenset()) -> None:
+        """A request has arrived here. empty: what nobody sends."""
+        self.twin.write(seed, place.pages, place.slot, tokens, skip=empty)
+        for role, page in itertools.product(empty, place.pages):
+            self.twin.fill_tail(role, page, 0, 0x00)
 
     def difference(self) -> str | None:
         return first_difference(self.twin, self.rank)

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import torch
 
+from sglang_hetero.device import HostCopy
 from sglang_hetero.layout.component import Item, Role
-from sglang_hetero.transfer.device import HostCopy
 from sglang_hetero.transfer.outbox import Chunk, Move, Placed
 from sglang_hetero.transfer.pieces import COMPLETE, Mark, layer_done
 from tests.reshard_oracle.handover import Place

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from sglang_hetero.device import HostCopy
 from sglang_hetero.layout import Role
 from sglang_hetero.transfer import messages
-from sglang_hetero.transfer.device import HostCopy
 from sglang_hetero.transfer.engine.loopback import Fault, Gate
 from sglang_hetero.transfer.outbox import Placed
 from sglang_hetero.transfer.pieces import COMPLETE, StateMode, layer_done

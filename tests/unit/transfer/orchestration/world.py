@@ -60,10 +60,13 @@ class World:
         engine: Callable[[str, Fabric], LoopbackEngine] = LoopbackEngine,
         network: Callable[[int], Network] = Network,
         announce: bool = True,
+        decode_model: Model | None = None,
     ) -> None:
-        """capacity: requests whose windows the arena holds. announce: tell prefill its topology."""
+        """capacity: requests whose windows the arena holds. announce: tell prefill its topology. decode_model: what
+        decode has, if it is something else."""
         self.tag = f"w{next(_worlds)}"
-        self.model, self.tp, self.stages, self.engine = model, tp, stages, engine
+        self.models = {Side.PREFILL: model, Side.DECODE: decode_model or model}
+        self.tp, self.stages, self.engine = tp, stages, engine
         self.network, self.fabric, self.clock = network(seed), Fabric(), Clock()
         self.random = np.random.default_rng(seed)
         self.shapes = shapes or (Shape(page_size, pages, slots), Shape(page_size, pages, slots))
@@ -97,7 +100,7 @@ class World:
     def _rank(self, side: Side, rank: int, stage: int) -> RealRank:
         tp, stages = (self.tp[0], self.stages) if side is Side.PREFILL else (self.tp[1], 1)
         place = Coordinates(tp_rank=rank, tp_size=tp, pp_rank=stage, pp_size=stages)
-        model = stage_of(self.model, stage, stages)
+        model = stage_of(self.models[side], stage, stages)
         name = f"{self.tag}{side[0]}{stage}{rank}"
         return RealRank(model, side, place, self.shapes[side is Side.DECODE], name)
 
@@ -308,11 +311,11 @@ class World:
 
     def end(self, request: Request) -> None:
         """The schedulers let go. What did not arrive is somebody else's memory from now on."""
-        for node, place in zip(self.decode, request.places, strict=True):
+        for node, known, place in zip(self.decode, self.sets, request.places, strict=True):
             done = request.results.get(node.name) is Progress.COMPLETE
             if done:
                 assert node.side.first(request.room).token == 7000 + request.seed
-                node.expect(request.seed, place, request.tokens)
+                node.expect(request.seed, place, request.tokens, empty=known.plan.missing)
             node.side.settle(request.room)
             if not done:
                 node.rank.scrub(place)
