@@ -1,8 +1,11 @@
 """What a failover run comes to, from requests and phases that are made up."""
 
+import asyncio
 import json
+import socket
 from dataclasses import replace
 
+import aiohttp
 import pytest
 
 from bench_serving import failover
@@ -129,3 +132,19 @@ def test_one_prefill_server_is_not_enough() -> None:
     assert failover.Plan(topology="p2p4_d1").victim == "prefill0"
     with pytest.raises(OptionError, match="--topology p2_d1: needs two prefill servers, such as p2x2_d2"):
         _ = failover.Plan(topology="p2_d1").victim
+
+
+def test_a_router_that_is_gone_ends_the_run_but_not_its_report(tmp_path, monkeypatch, capsys) -> None:
+    async def lose_the_router(plan, record, folder, say) -> None:
+        record.requests.append(Request(0.0, 1.0, Fate.OK))
+        async with aiohttp.ClientSession() as session:
+            with socket.socket() as nobody:
+                nobody.bind(("127.0.0.1", 0))  # and does not listen
+                run = failover.Run(plan, record, None, fleet=None, etcd=None, session=session, say=say)
+                await run._get(f"http://127.0.0.1:{nobody.getsockname()[1]}/metrics")
+
+    monkeypatch.setattr(failover, "run", lose_the_router)
+    monkeypatch.setattr(failover, "raise_on_signals", lambda: None)
+    assert failover.main(["--out", str(tmp_path)]) == 1
+    assert "the run could not go on: no answer from http://127.0.0.1:" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "failover.json").read_text())["requests"]) == 1
