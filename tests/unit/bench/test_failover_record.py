@@ -1,6 +1,5 @@
 """What a failover run comes to, from requests and phases that are made up."""
 
-import asyncio
 import json
 import socket
 from dataclasses import replace
@@ -137,6 +136,7 @@ def test_one_prefill_server_is_not_enough() -> None:
 def test_a_router_that_is_gone_ends_the_run_but_not_its_report(tmp_path, monkeypatch, capsys) -> None:
     async def lose_the_router(plan, record, folder, say) -> None:
         record.requests.append(Request(0.0, 1.0, Fate.OK))
+        record.ended = 1.0
         async with aiohttp.ClientSession() as session:
             with socket.socket() as nobody:
                 nobody.bind(("127.0.0.1", 0))  # and does not listen
