@@ -239,8 +239,10 @@ class Run:
             process.suspend()
         await asyncio.sleep(STOPPED_SECONDS)
         deadline = time.monotonic() + HANG_SECONDS
-        while not await self._outstanding(url) and time.monotonic() < deadline:
+        # Retries would not say it: there are some for other reasons, too.
+        while not (met := await self._outstanding(url)) and time.monotonic() < deadline:
             await asyncio.sleep(PAUSE_SECONDS)
+        self._record.met = met
         for process in processes:
             process.kill()
 

@@ -17,7 +17,7 @@ LENGTH = 10.0
 
 def run(rates: dict[Phase, int] | None = None, *more: Request) -> Record:
     """A whole run with so many good requests in each phase (20 where it is not said), and some more."""
-    record = Record(complete=True, missing=[], held=[])
+    record = Record(complete=True, met=2, missing=[], held=[])
     for number, phase in enumerate(Phase):
         start = number * LENGTH
         record.marks.append(Mark(start, phase, retries=number))
@@ -83,10 +83,14 @@ def test_the_rate_must_come_back() -> None:
 
 
 def test_a_kill_that_met_nothing_says_nothing() -> None:
+    promise = ["requests that had not begun were met by the kill"]
+    record = run()
+    record.met = 0
+    assert record.spans()[1].retries and broken(record) == promise
     record = run()
     for at in range(2, len(record.marks)):
         record.marks[at] = replace(record.marks[at], retries=1)  # as many as when the server was killed
-    assert broken(record) == ["requests that had not begun were met by the kill"]
+    assert record.met and broken(record) == promise
 
 
 def test_what_is_left_behind_breaks_a_promise() -> None:
