@@ -31,7 +31,7 @@ from bench_serving.soak import share
 from bench_serving.soak_record import duration
 from bench_serving.soak_servers import CHUNK, OUTPUT, PAGE
 from sglang_hetero.discovery.etcd import Etcd
-from sglang_hetero.errors import DiscoveryError, HeteroError, OptionError, StateError
+from sglang_hetero.errors import DiscoveryError, HeteroError, OptionError
 from sglang_hetero.launcher import flags, topology
 from sglang_hetero.launcher.fleet import Fleet
 from sglang_hetero.launcher.options import Options, Router
@@ -208,7 +208,7 @@ class Run:
         finally:
             watch.cancel()
             self._record.ended = self._load.seconds
-            with suppress(aiohttp.ClientError, TimeoutError):
+            with suppress(HeteroError):
                 self._record.retries = await self._retries()
         await self._load.stop()
         await self._look_around()
@@ -239,8 +239,10 @@ class Run:
             process.suspend()
         await asyncio.sleep(STOPPED_SECONDS)
         deadline = time.monotonic() + HANG_SECONDS
-        while not await self._outstanding(url) and time.monotonic() < deadline:
+        # Retries would not say it: there are some for other reasons, too.
+        while not (met := await self._outstanding(url)) and time.monotonic() < deadline:
             await asyncio.sleep(PAUSE_SECONDS)
+        self._record.met = met
         for process in processes:
             process.kill()
 
@@ -265,8 +267,12 @@ class Run:
         return int(float(next(line for line in text.splitlines() if line.startswith(RETRIES)).split()[1]))
 
     async def _get(self, url: str) -> bytes:
-        async with asyncio.timeout(HANG_SECONDS), self._session.get(url) as response:
-            return await response.read()
+        """Raises HeteroError without an answer: what has been seen until then is told all the same."""
+        try:
+            async with asyncio.timeout(HANG_SECONDS), self._session.get(url) as response:
+                return await response.read()
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is one of those
+            raise HeteroError(f"no answer from {url}: {type(error).__name__} {error}") from None
 
     async def _watch(self) -> None:
         """Progress lines."""
@@ -305,8 +311,8 @@ class Run:
     async def _held(self, server: Any) -> list[str]:
         try:
             state = decode_state(await self._get(f"{server.endpoint.url}/hetero/state"))
-        except (aiohttp.ClientError, TimeoutError, StateError) as error:
-            return [f"{server.instance.name}: no /hetero/state: {type(error).__name__} {error}"]
+        except HeteroError as error:
+            return [f"{server.instance.name}: no /hetero/state: {error}"]
         return [f"{server.instance.name}: {line}" for line in held(state, server.instance.tp)]
 
 

@@ -19,7 +19,7 @@ from sglang_hetero.router.flags import count, positive, seconds
 from . import harnesses, report
 from .asking import Case, Teller, ask
 from .endpoint import APIS, KEY, Endpoint, clean
-from .recall import ANSWER_DIGITS, MOST_PAIRS, questions, score
+from .recall import ANSWER_DIGITS, CHARACTERS_PER_PAIR, MOST_PAIRS, pair_count, questions, score
 from .report import Limits, Run, Task
 
 RECALL = "recall"
@@ -208,13 +208,20 @@ def _notes(endpoints: list[Endpoint]) -> list[str]:
 
 
 def _cases(arguments: argparse.Namespace) -> tuple[list[Case], list[report.Group]]:
-    """All questions of recall. Raises HeteroError for a length that is too short."""
+    """All questions of recall. Raises HeteroError for a length that is too short, for a text or for so many depths."""
     last = max(1, arguments.depths - 1)
     depths = [number / last for number in range(arguments.depths)]
     cases: list[Case] = []
     groups: dict[tuple[int, float], list[str]] = {}
     for characters in arguments.lengths:
-        for place, question in enumerate(questions(characters, depths, arguments.per_depth, arguments.seed)):
+        asked = questions(characters, depths, arguments.per_depth, arguments.seed)
+        if (pairs := pair_count(characters)) < arguments.depths:
+            enough = arguments.depths * CHARACTERS_PER_PAIR
+            raise AccuracyError(
+                f"a text of {characters} characters has {pairs} pairs, so several of {arguments.depths} depths would "
+                f"ask for the same one: give --depths {pairs}, or --lengths from {enough} on"
+            )
+        for place, question in enumerate(asked):
             case = Case(
                 f"recall/{characters}/{question.depth:g}/{place % arguments.per_depth}",
                 question.prompt,

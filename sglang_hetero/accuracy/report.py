@@ -90,6 +90,8 @@ def broken(run: Run, limits: Limits) -> list[str]:
             found.append(f"{task.name}: a score of {percent(right.rate)} is under {percent(limits.fail_under)}")
         if compared is None:
             continue
+        if right.total and not compared.outputs.between.total:
+            found.append(f"{task.name}: no question has an answer from both, so nothing was compared")
         different = compared.outputs.between.count
         if limits.max_differences is not None and different > limits.max_differences:
             found.append(f"{task.name}: {different} outputs differ, {limits.max_differences} may (--max-differences)")

@@ -24,12 +24,15 @@ from sglang_hetero.launcher.options import Options
 from sglang_hetero.launcher.ports import Ports
 from sglang_hetero.launcher.process import Supervised
 from sglang_hetero.launcher.topology import Instance, Role, Topology
+from sglang_hetero.layout.checks import shorten
 
 POLL_SECONDS = 0.5
 PROGRESS_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 # Logs are small; this leaves room for SGLang's temporary files.
 LOG_BYTES = 200 * 1000**2
+SHOWN_RECORDS, SHOWN_KEY = 8, 200
+"""Of what others have written to etcd: keys that are named, and characters of each."""
 
 
 class StartError(HeteroError):
@@ -196,9 +199,10 @@ class Fleet:
         finally:
             etcd.close()
         if there:
+            more = f", and {len(there) - SHOWN_RECORDS} more" if len(there) > SHOWN_RECORDS else ""
             self._say(
                 f"etcd has {len(there)} servers under {options.prefix} already, which the router will use, too: "
-                f"{', '.join(sorted(there))}"
+                f"{', '.join(shorten(key, SHOWN_KEY) for key in sorted(there)[:SHOWN_RECORDS])}{more}"
             )
 
     def _check_platform(self) -> None:

@@ -236,7 +236,8 @@ class Exchange:
         except EventTooLong as error:
             raise Broken(self.server, REFUSED, too_long(str(error))) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(error) from None
+            if not done:  # what breaks after the end has cost the client nothing
+                raise self._lost(error) from None
         if not begun:
             raise Broken(
                 self.server, REFUSED, refusal(HTTPStatus.BAD_GATEWAY, "its stream ended before the first event")

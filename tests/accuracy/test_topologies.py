@@ -36,9 +36,7 @@ def _run(setup: Setup, logs: Path) -> Iterator[Served]:
         yield fleet
         fleets.stop(fleet)
     finally:
-        fleet.launcher.kill()
-        fleet.launcher.wait()
-        fleet.launcher.stdout.close()
+        fleet.end()
 
 
 @pytest.fixture(scope="session")

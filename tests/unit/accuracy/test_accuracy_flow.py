@@ -21,7 +21,7 @@ def run(capsys, monkeypatch, tmp_path):
         status = cli.main(
             [
                 "accuracy",
-                *("--url", url, "--tasks", "recall", "--lengths", "256", "--depths", "4", "--per-depth", "5"),
+                *("--url", url, "--tasks", "recall", "--lengths", "400", "--depths", "4", "--per-depth", "5"),
                 *(["--reference", reference] if reference else []),
                 *("--json", str(result), *arguments),
             ]
@@ -154,6 +154,14 @@ def test_an_endpoint_that_dies_is_not_asked_to_the_end(run):
     assert "x not asked: 22 requests in a row had failed, the last with:" in out
 
 
+def test_a_reference_that_answers_nothing_is_no_comparison(run):
+    """However many failures are allowed: no output differs then, and no score is worse."""
+    limits = ("--max-errors", "1000", "--max-differences", "0", "--fail-if-worse")
+    with serving(Fake()) as good, serving(Fake(lambda *_: (503, b"gone"))) as dead:
+        status, result, *_ = run(good.url, *limits, reference=dead.url)
+    assert (status, result["broken"]) == (1, ["recall: no question has an answer from both, so nothing was compared"])
+
+
 def test_accept_lengths_are_compared(run):
     def speculating(accept):
         return Fake(lambda prompt, _: generated(truth(prompt), accept=accept + (chosen(prompt, 2) and 0.25)))
@@ -218,6 +226,7 @@ def test_who_is_not_there_is_refused_before_anything_is_asked(run):
         (["--max-differences", "0"], "--max-differences compares with a reference"),
         (["--fail-if-worse"], "--fail-if-worse compares with a reference"),
         (["--per-depth", "100000"], "400000 questions of recall are more than 65536"),
+        (["--lengths", "400,256"], "256 characters has 2 pairs, so several of 4 depths would ask for the same one"),
         (["--url", "ftp://a"], "'ftp://a' is no endpoint"),
         (["--json", "/nowhere/at/all/result.json"], "there is no such folder"),
     ],

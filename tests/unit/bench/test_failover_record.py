@@ -1,8 +1,10 @@
 """What a failover run comes to, from requests and phases that are made up."""
 
 import json
+import socket
 from dataclasses import replace
 
+import aiohttp
 import pytest
 
 from bench_serving import failover
@@ -15,7 +17,7 @@ LENGTH = 10.0
 
 def run(rates: dict[Phase, int] | None = None, *more: Request) -> Record:
     """A whole run with so many good requests in each phase (20 where it is not said), and some more."""
-    record = Record(complete=True, missing=[], held=[])
+    record = Record(complete=True, met=2, missing=[], held=[])
     for number, phase in enumerate(Phase):
         start = number * LENGTH
         record.marks.append(Mark(start, phase, retries=number))
@@ -81,10 +83,14 @@ def test_the_rate_must_come_back() -> None:
 
 
 def test_a_kill_that_met_nothing_says_nothing() -> None:
+    promise = ["requests that had not begun were met by the kill"]
+    record = run()
+    record.met = 0
+    assert record.spans()[1].retries and broken(record) == promise
     record = run()
     for at in range(2, len(record.marks)):
         record.marks[at] = replace(record.marks[at], retries=1)  # as many as when the server was killed
-    assert broken(record) == ["requests that had not begun were met by the kill"]
+    assert record.met and broken(record) == promise
 
 
 def test_what_is_left_behind_breaks_a_promise() -> None:
@@ -129,3 +135,20 @@ def test_one_prefill_server_is_not_enough() -> None:
     assert failover.Plan(topology="p2p4_d1").victim == "prefill0"
     with pytest.raises(OptionError, match="--topology p2_d1: needs two prefill servers, such as p2x2_d2"):
         _ = failover.Plan(topology="p2_d1").victim
+
+
+def test_a_router_that_is_gone_ends_the_run_but_not_its_report(tmp_path, monkeypatch, capsys) -> None:
+    async def lose_the_router(plan, record, folder, say) -> None:
+        record.requests.append(Request(0.0, 1.0, Fate.OK))
+        record.ended = 1.0
+        async with aiohttp.ClientSession() as session:
+            with socket.socket() as nobody:
+                nobody.bind(("127.0.0.1", 0))  # and does not listen
+                run = failover.Run(plan, record, None, fleet=None, etcd=None, session=session, say=say)
+                await run._get(f"http://127.0.0.1:{nobody.getsockname()[1]}/metrics")
+
+    monkeypatch.setattr(failover, "run", lose_the_router)
+    monkeypatch.setattr(failover, "raise_on_signals", lambda: None)
+    assert failover.main(["--out", str(tmp_path)]) == 1
+    assert "the run could not go on: no answer from http://127.0.0.1:" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "failover.json").read_text())["requests"]) == 1

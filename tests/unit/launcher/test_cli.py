@@ -118,12 +118,16 @@ def test_one_server_has_no_router_that_follows_etcd(capsys):
 
 def test_who_is_in_etcd_already_is_told(capsys, tmp_path, monkeypatch):
     """The router of a fleet would use them: a fleet that was killed a moment ago, or another one."""
-    key = "/sglang-hetero/prefill/10.0.0.1:1"
-    monkeypatch.setattr("sglang_hetero.discovery.etcd.Etcd.read", lambda *_: Listing(1, {key: Held(b"{}", 1)}))
+    keys = ["/sglang-hetero/prefill/10.0.0.1:1", *(f"/sglang-hetero/x\x1b[2J{n}{'y' * 999}" for n in range(4000))]
     given = ("--router", "hetero", "--etcd", "127.0.0.1:1", "--log-dir", str(tmp_path))
-    with pytest.raises(AssertionError, match="a process was started"):
-        cli.main(("up", "p2_d1", *given))
-    assert f"1 servers under /sglang-hetero already, which the router will use, too: {key}" in capsys.readouterr().err
+    for count in (1, len(keys)):
+        there = Listing(1, dict.fromkeys(keys[:count], Held(b"{}", 1)))
+        monkeypatch.setattr("sglang_hetero.discovery.etcd.Etcd.read", lambda *_, there=there: there)
+        with pytest.raises(AssertionError, match="a process was started"):
+            cli.main(("up", "p2_d1", *given))
+        said = capsys.readouterr().err
+        assert f"{count} servers under /sglang-hetero already, which the router will use, too: '{keys[0]}'" in said
+        assert ("more" in said) == (count > 1) and "\x1b" not in said and len(said) < 4000, "others wrote the keys"
 
 
 @pytest.mark.parametrize("text", ["SGLANG_HETERO", "=off", "1X=2", "A B=1"])

@@ -178,11 +178,11 @@ def test_a_failure_that_comes_together_with_the_first_token_is_seen() -> None:
 
 
 class Pieces:
-    """A session, its answer and the content of that, which comes as it is given."""
+    """A session, its answer and the content of that, which comes as it is given; an error is raised."""
 
     status = 200
 
-    def __init__(self, *pieces: bytes) -> None:
+    def __init__(self, *pieces: bytes | Exception) -> None:
         self.pieces, self.content = pieces, self
 
     async def post(self, *_: object, **__: object) -> Self:
@@ -190,6 +190,8 @@ class Pieces:
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         for one in self.pieces:
+            if isinstance(one, Exception):
+                raise one
             yield one
 
     def exchange(self) -> exchange.Exchange:
@@ -226,7 +228,13 @@ def test_a_stream_without_its_end_is_one_that_broke(end: bytes) -> None:
 
     run(test)
 
-    run(test)
+
+def test_a_connection_that_breaks_after_the_end_of_the_stream_has_cut_nothing() -> None:
+    """As that of a server that is killed just then: its client has the whole answer and [DONE], and gets no error."""
+    whole, gone = [event(token("b")), DONE], aiohttp.ClientPayloadError()
+    assert asyncio.run(Pieces(*whole, gone).all()) == whole
+    with pytest.raises(exchange.Broken):
+        asyncio.run(Pieces(whole[0], gone).all())
 
 
 def test_a_request_for_endless_tokens_weighs_no_more_than_a_server_holds() -> None:
