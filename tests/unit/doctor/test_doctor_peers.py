@@ -180,8 +180,14 @@ def test_a_server_that_does_not_run_yet_is_planned_with(servers):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(["--page-size", "64"], "page"), (["--device", "npu", "--page-size", "1", "--model", "tiny-moe"], "")],
-    ids=["pages", "another model"],
+    [
+        (["--page-size", "64"], "page"),
+        (["--model", "qwen35-2b-cache"], "target_key"),
+        (["--dtype", "float32"], "--kv-cache-dtype"),
+        (["--kv-cache-dtype", "float32"], "--kv-cache-dtype"),
+        (["--mamba-ssm-dtype", "bfloat16"], "--mamba-ssm-dtype"),
+    ],
+    ids=["pages", "another model", "arithmetic", "KV dtype", "SSM dtype"],
 )
 def test_a_configuration_that_does_not_fit_fails(options, words, servers):
     peer = running(servers)
@@ -191,7 +197,9 @@ def test_a_configuration_that_does_not_fit_fails(options, words, servers):
 
 
 @pytest.mark.parametrize(
-    "options", [["--tp-size", "x"], ["--disaggregation-mode", "prefill"]], ids=["no number", "of the same role"]
+    "options",
+    [["--tp-size", "x"], ["--disaggregation-mode", "prefill"], ["--kv-cache-dtype", "fp4_e2m1"]],
+    ids=["no number", "of the same role", "no dtype of ours"],
 )
 def test_options_that_cannot_be_are_refused(options, servers):
     with pytest.raises(OptionError):

@@ -1,6 +1,8 @@
 """What the lines of a stage are worth, which stages run where, and what is written of them."""
 
 import json
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -117,6 +119,17 @@ def test_every_stage_runs_somewhere_and_can_be_found():
         assert one.promises and one.kinds
     names = [one.name for one in every]
     assert names.index("serve-mixed_tp1") < names.index("serve-p2_d1-prepush") < names.index("overlap")
+
+
+def test_the_document_has_every_stage():
+    text = (Path(__file__).parents[3] / "docs" / "validate.md").read_text()
+    rows = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
+    plain = table.stages()
+    assert set(rows) == {one.name for one in plain}
+    for one in plain:
+        assert set(rows[one.name].split(", ")) == (set(one.kinds) if len(one.kinds) < len(command.KINDS) else {"all"})
+    for name in {one.name for one in table.stages(matrix=True)} - set(rows):
+        assert f"`{name}`" in text
 
 
 def test_only_some_stages():
