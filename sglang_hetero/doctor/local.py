@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -11,6 +12,7 @@ import msgspec
 from sglang_hetero.discovery.record import Instance
 from sglang_hetero.errors import OptionError
 from sglang_hetero.explain import checkpoint
+from sglang_hetero.layout.component import ITEMSIZE
 from sglang_hetero.layout.config import geometry_from_config
 from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
 from sglang_hetero.layout.synthetic import PoolOptions, manifest
@@ -19,6 +21,11 @@ from sglang_hetero.router.pairing import Known
 
 NPU_PAGE = 128
 """SGLang's --page-size on NPUs, unless given; 1 elsewhere."""
+AUTO = "auto"
+DTYPE = "bfloat16"
+"""Of arithmetic, and so of caches, where no option says another one."""
+CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
+"""SGLang's variable of the environment for conv slots."""
 URL = "http://this-configuration"
 """Stands for the server that does not run yet."""
 
@@ -44,6 +51,9 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> Known:
     parser.add_argument("--speculative-algorithm")
     parser.add_argument("--speculative-num-draft-tokens", type=int, default=0)
     parser.add_argument("--served-model-name")
+    parser.add_argument("--dtype", default=AUTO)
+    parser.add_argument("--kv-cache-dtype", default=AUTO)
+    parser.add_argument("--mamba-ssm-dtype", default="float32")
     found, _ = parser.parse_known_args(list(given))
     role = Side.DECODE if peer.instance.role is Side.PREFILL else Side.PREFILL
     if found.disaggregation_mode not in (None, str(role)):
@@ -54,6 +64,9 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> Known:
         page_size=found.page_size or (NPU_PAGE if npu else 1),
         conv_layout=ConvLayout.WINDOW_FIRST if npu else ConvLayout.CHANNELS_FIRST,
         draft_rows=drafts,
+        kv_dtype=_dtype("--kv-cache-dtype", found.kv_cache_dtype, found.dtype),
+        conv_dtype=_dtype(CONV_DTYPE, os.environ.get(CONV_DTYPE, AUTO), AUTO),
+        ssm_dtype=_dtype("--mamba-ssm-dtype", found.mamba_ssm_dtype, AUTO),
     )
     geometry = geometry_from_config(checkpoint.read(found.model))
     other = peer.ranks[0]
@@ -79,6 +92,17 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> Known:
         messages=peer.instance.messages,
     )
     return Known(instance, told=True, ranks=ranks, mode=peer.mode, backend=peer.backend, why="on paper")
+
+
+def _dtype(option: str, given: str, otherwise: str) -> str:
+    """torch's name of a cache's dtype. Raises OptionError for one that is not described."""
+    for name in (given, otherwise, DTYPE):
+        if name != AUTO:
+            break
+    short = {"bf16": "bfloat16", "half": "float16", "float": "float32"}.get(name, name)
+    if short not in ITEMSIZE:
+        raise OptionError(f"{option} {name}: caches of this dtype are not handed over; there are {', '.join(ITEMSIZE)}")
+    return short
 
 
 def _like(made: Manifest, other: Manifest) -> Manifest:

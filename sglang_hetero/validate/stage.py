@@ -33,7 +33,7 @@ class Stage:
     """name: its lines' area. run: `module:function` that takes Settings, arguments and something to say lines with.
     promises: names of the lines that it says, each once. seconds: after which it is stopped. devices: accelerators that
     it needs, if it is not for a CPU. kinds: of device that it is for. argument: for the function. slow: left out of a
-    quick run. needs: the stage whose files it reads."""
+    quick run. servers: it starts some."""
 
     name: str
     run: str

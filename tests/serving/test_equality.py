@@ -68,6 +68,8 @@ MORE = [
     Setup("p2_d1", mtp=5, prefill_mtp=1),
     Setup("p2_d1", mtp=5, prefill_mtp=1, conv_layout=WINDOW_FIRST),
     Setup("p1_d2", mtp=1, prefill_mtp=5, conv_layout=WINDOW_FIRST),
+    Setup("p1_d1", mtp=5, prefill_mtp=1, conv_layout=WINDOW_FIRST),
+    Setup("p1_d1", mtp=0, prefill_mtp=3),
     Setup("p2_d2", mtp=5, prefill_mtp=1),
     Setup("p2_d2", mtp=5, prefill_mtp=1, conv_layout=WINDOW_FIRST),
     Setup("p2_d1", mtp=0, prefill_mtp=3),

@@ -129,11 +129,10 @@ def test_equals_what_sglang_returned(
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("length", [43, 200])
-def test_a_prompt_without_draft_caches_costs_drafts_and_no_token(length: int, depth: int) -> None:
+def test_a_prompt_without_draft_caches_costs_drafts_and_no_token(depth: int) -> None:
     """The head's cache of the prompt is 0 then; what it drafts first is the first token again."""
-    drafted = run("tiny", length, 32, depth)
-    result = greedy_with_mtp(models.path("tiny"), prompt(length), 32, depth, prompt_drafted=False)
+    drafted = run("tiny", 43, 32, depth)
+    result = greedy_with_mtp(models.path("tiny"), prompt(43), 32, depth, prompt_drafted=False)
     assert (result.tokens, result.logprobs) == (drafted.tokens, drafted.logprobs)
     assert result.accepted_per_round != drafted.accepted_per_round
     assert (result.accepted_per_round[0] > 0) == (result.tokens[1] == result.tokens[0])

@@ -1,0 +1,206 @@
+"""The hand-shake with running servers, and with one that is only described, in words."""
+
+import http.server
+import threading
+
+import pytest
+from msgspec.structs import replace
+
+from sglang_hetero.discovery.record import Description, encode_description
+from sglang_hetero.doctor import local, peers
+from sglang_hetero.doctor.lines import Status
+from sglang_hetero.errors import OptionError
+from sglang_hetero.layout import wire
+from sglang_hetero.layout.manifest import Side
+from sglang_hetero.models import spec
+from sglang_hetero.models.config import model_config
+from tests.unit.discovery.servers import decode_server, manifests, prefill_server
+
+KEY = "secret"
+
+
+class Servers:
+    """What each path answers: status and body."""
+
+    def __init__(self):
+        self.answers = {}
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.removesuffix(peers.INSTANCE_PATH)
+                status, body, key = outer.answers.get(name, (404, b"", None))
+                if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+                    status, body = 401, b""
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_arguments):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+    def add(self, name, side, tp, *, key=None, instance=None, ranks=None, **fields):
+        """A server that tells everything; its URL."""
+        ranks = manifests(side, tp) if ranks is None else ranks
+        made = (prefill_server if side is Side.PREFILL else decode_server)(tp_size=tp, **(instance or {}))
+        told = {"mode": "auto", "backend": "mooncake", "manifests": tuple(map(wire.encode, ranks)), **fields}
+        self.answers[f"/{name}"] = (200, encode_description(Description(instance=made, **told)), key)
+        return f"{self.url}/{name}"
+
+
+@pytest.fixture
+def servers():
+    made = Servers()
+    yield made
+    made.close()
+
+
+def examined(*urls, key=None, local=None):
+    return {line.name: line for line in peers.examine(urls, key, local, tokens=1000)}
+
+
+def test_two_that_fit_are_told_what_goes_where(servers):
+    prefill, decode = servers.add("p", Side.PREFILL, 2), servers.add("d", Side.DECODE, 1)
+    found = examined(prefill, decode)
+    assert {line.status for line in found.values()} == {Status.OK}
+    pair = f"{prefill} to {decode}"
+    assert "TP 2 and TP 1 can be planned" in found[pair].seen
+    for rank in (0, 1):
+        assert "to decode 0, staged: " in found[f"{pair}, prefill {rank}"].seen
+        assert "conv" in found[f"{pair}, prefill {rank}"].seen
+    assert f"{pair}, SGLang's own path" in found
+
+
+def test_two_that_do_not_fit_fail_with_the_rule(servers):
+    other = tuple(replace(one, model="another") for one in manifests(Side.DECODE, 1))
+    prefill, decode = servers.add("p", Side.PREFILL, 2), servers.add("d", Side.DECODE, 1, ranks=other)
+    line = examined(prefill, decode)[f"{prefill} to {decode}"]
+    assert line.status is Status.FAIL
+    assert "another" in line.seen
+
+
+def test_releases_that_do_not_understand_each_other_fail(servers):
+    prefill = servers.add("p", Side.PREFILL, 2)
+    decode = servers.add("d", Side.DECODE, 1, instance={"messages": 99})
+    assert examined(prefill, decode)[f"{prefill} to {decode}"].status is Status.FAIL
+
+
+def test_two_of_one_role_are_no_pair(servers):
+    found = examined(servers.add("a", Side.PREFILL, 2), servers.add("b", Side.PREFILL, 1))
+    assert found["pairs"].status is Status.SKIP
+
+
+def test_one_that_has_not_told_yet_is_to_be_asked_again(servers):
+    prefill = servers.add("p", Side.PREFILL, 2, ranks=())
+    decode = servers.add("d", Side.DECODE, 1)
+    found = examined(prefill, decode)
+    assert found[f"{prefill} to {decode}"].status is Status.WARN
+
+
+def test_one_that_takes_sglangs_path_only_is_told(servers):
+    prefill = servers.add("p", Side.PREFILL, 2, unsupported=("context parallelism",))
+    line = examined(prefill)[f"prefill {prefill}"]
+    assert (line.status, "context parallelism" in line.seen) == (Status.WARN, True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((404, b"", None), "not of a router"),
+        ((500, b"boom", None), "HTTP 500: boom"),
+        ((200, b"{}", None), "/hetero/instance"),
+        ((200, b"\xff\x00", None), "/hetero/instance"),
+        ((200, b"", KEY), "--api-key"),
+    ],
+)
+def test_one_that_does_not_answer_well_fails_and_the_others_are_told(answer, words, servers):
+    servers.answers["/bad"] = answer
+    good = servers.add("p", Side.PREFILL, 2)
+    found = examined(f"{servers.url}/bad", good)
+    assert found[f"{servers.url}/bad"].status is Status.FAIL
+    assert words in found[f"{servers.url}/bad"].seen
+    assert found[f"prefill {good}"].status is Status.OK
+
+
+def test_one_that_is_not_there_fails():
+    assert examined("http://127.0.0.1:1")["http://127.0.0.1:1"].status is Status.FAIL
+    assert examined("no url")["no url"].status is Status.FAIL
+
+
+def test_the_key_is_shown(servers):
+    url = servers.add("p", Side.PREFILL, 2, key=KEY)
+    assert examined(url, key=KEY)[f"prefill {url}"].status is Status.OK
+
+
+def test_no_peer_is_skipped():
+    assert examined()["none"].status is Status.SKIP
+
+
+# --- against a configuration ------------------------------------------------------------------------------------------
+
+
+def running(servers, tp=2, page=1, model="tiny"):
+    """A prefill server of a seeded model, as it would tell of itself."""
+    from sglang_hetero.layout.config import geometry_from_config
+    from sglang_hetero.layout.manifest import Coordinates
+    from sglang_hetero.layout.synthetic import PoolOptions, manifest
+
+    geometry = geometry_from_config(model_config(spec(model)))
+    options = PoolOptions(page_size=page, draft_rows=3)
+    ranks = tuple(
+        manifest(geometry, Side.PREFILL, Coordinates(tp_rank=rank, tp_size=tp), options, host="h:1", draft=True)
+        for rank in range(tp)
+    )
+    return peers.ask(servers.add("p", Side.PREFILL, tp, ranks=ranks), None)
+
+
+MTP = ["--speculative-algorithm", "NEXTN", "--speculative-num-draft-tokens", "4"]
+
+
+def planned(peer, *options):
+    made = local.configured(["--model-path", "tiny", *MTP, *options], peer, "cpu")
+    return {line.name: line for line in peers.examine([peer.instance.url], None, made)}
+
+
+def test_a_server_that_does_not_run_yet_is_planned_with(servers):
+    peer = running(servers)
+    # What SGLang's command line has else is of no interest here.
+    found = planned(peer, "--tp-size", "1", "--max-running-requests", "8", "--disaggregation-mode", "decode")
+    assert "can be planned" in found[f"{peer.instance.url} to {local.URL}"].seen
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--page-size", "64"], "page"),
+        (["--model", "qwen35-2b-cache"], "target_key"),
+        (["--dtype", "float32"], "--kv-cache-dtype"),
+        (["--kv-cache-dtype", "float32"], "--kv-cache-dtype"),
+        (["--mamba-ssm-dtype", "bfloat16"], "--mamba-ssm-dtype"),
+    ],
+    ids=["pages", "another model", "arithmetic", "KV dtype", "SSM dtype"],
+)
+def test_a_configuration_that_does_not_fit_fails(options, words, servers):
+    peer = running(servers)
+    line = planned(peer, "--tp-size", "1", *options)[f"{peer.instance.url} to {local.URL}"]
+    assert line.status is Status.FAIL
+    assert words in line.seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--tp-size", "x"], ["--disaggregation-mode", "prefill"], ["--kv-cache-dtype", "fp4_e2m1"]],
+    ids=["no number", "of the same role", "no dtype of ours"],
+)
+def test_options_that_cannot_be_are_refused(options, servers):
+    with pytest.raises(OptionError):
+        planned(running(servers), *options)

@@ -1,0 +1,217 @@
+"""The stages themselves: they pass on this CPU, and see what is wrong where something is made to be."""
+
+import ctypes
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_hetero.device import Lane
+from sglang_hetero.doctor.lines import Status
+from sglang_hetero.perf.records import PREFIX
+from sglang_hetero.transfer.engine.base import EngineError
+from sglang_hetero.validate import kernels, loopback, peer, runner, serving, table
+from sglang_hetero.validate.stage import Settings
+
+CPU = torch.device("cpu")
+SIZE = loopback.DESCRIPTORS * 1024
+
+
+def settings(folder, device="cpu"):
+    return Settings(device=device, count=4, folder=str(folder), quick=True)
+
+
+# --- the real ones ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["kernels", "loopback-mooncake"])
+def test_the_fast_stages_pass_on_a_cpu(name, tmp_path, monkeypatch):
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    (stage,) = [one for one in table.stages() if one.name == name]
+    ((_, lines, _),) = runner.run_all([stage], settings(tmp_path), lambda _words: None)
+    assert {line.name for line in lines} == set(stage.promises)
+    assert {line.status for line in lines if line.name != "triton"} == {Status.OK}, lines
+    for line in lines:
+        assert line.figures or line.name in ("triton", "refusal")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", kernels.NAMES)
+def test_one_wrong_bit_anywhere_is_seen(name, monkeypatch):
+    case = kernels._case(name, layers=1, pages=2, slots=1)
+    assert kernels._difference(case, CPU, Lane(CPU)) == ""
+    real = kernels.ops
+    operation = name.split()[0]
+
+    class Wrong:
+        def __getattr__(self, attribute):
+            def call(target, *arguments):
+                getattr(real, attribute)(target, *arguments)
+                # The last byte of the whole memory: a neighbour of what is written, for all but pack_kv.
+                whole = target._base if target._base is not None else target
+                whole.view(torch.uint8).flatten()[-1] ^= 1
+
+            return call if attribute == operation else getattr(real, attribute)
+
+    monkeypatch.setattr(kernels, "ops", Wrong())
+    assert "1 of" in kernels._difference(case, CPU, Lane(CPU))
+
+
+# --- the loop-back ----------------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """An engine that copies within this process. fault: what it does wrong."""
+
+    def __init__(self, there, fault=""):
+        self._there, self._fault = there, fault
+
+    def write(self, _session, sources, destinations, sizes):
+        end = self._there.address + SIZE
+        for number, (source, destination, size) in enumerate(zip(sources, destinations, sizes, strict=True)):
+            if int(destination) + int(size) > end and self._fault != "writes anywhere":
+                if self._fault == "refuses nothing":
+                    return
+                raise EngineError("outside", settled=True)
+            if self._fault == "leaves one out" and number == len(sizes) - 1:
+                return
+            ctypes.memmove(int(destination), int(source), int(size))
+
+    def read(self, _session, local, remote, sizes):
+        if self._fault == "cannot read":
+            raise EngineError("no reads here", settled=True)
+        for mine, other, size in zip(local, remote, sizes, strict=True):
+            ctypes.memmove(int(mine), int(other), int(size) - (self._fault == "reads too little"))
+
+
+class There:
+    session = "there"
+
+    def __init__(self):
+        self._memory = peer.memory("cpu", 0, SIZE)
+        self.address = self._memory.data_ptr()
+
+    def ask(self, word):
+        if word == "fill":
+            self._memory[:SIZE].copy_(peer.pattern(SIZE, peer.SEED))
+        return {"digest": peer.digest(self._memory)}
+
+
+def way(fault="", chip="", transport="sdma"):
+    there = There()
+    wrong = loopback._Wrong("area", transport, chip)
+    return loopback._Way(wrong, Copies(there, fault), peer.memory("cpu", 0, SIZE), there, SIZE)
+
+
+def checked(one):
+    return [one.write().status, one.read().status, one.refusal().status]
+
+
+OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ("", [OK, OK, OK]),
+        ("leaves one out", [FAIL, OK, OK]),
+        ("reads too little", [OK, FAIL, OK]),
+        ("cannot read", [OK, WARN, OK]),
+        ("writes anywhere", [OK, OK, FAIL]),
+        ("refuses nothing", [OK, OK, WARN]),
+    ],
+)
+def test_a_wrong_engine_is_seen(fault, wanted):
+    assert checked(way(fault)) == wanted
+
+
+def test_the_other_chips_transport_only_warns():
+    assert checked(way("leaves one out", chip="910b", transport="sdma"))[0] is WARN
+    assert checked(way("leaves one out", chip="a3", transport="sdma"))[0] is FAIL
+
+
+def test_blocks_change_places():
+    values = torch.arange(loopback.DESCRIPTORS, dtype=torch.uint8).repeat_interleave(4)
+    assert np.array_equal(loopback._turned(values).numpy(), values.numpy()[::-1])
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def line(side, room, outcome="ok", **more):
+    told = {"side": side, "room": room, "outcome": outcome, "bytes": {"kv": 1000}, "tokens": 10, **more}
+    return f"[2026-01-01] INFO {PREFIX} {json.dumps(told)}"
+
+
+def logged(folder, area, *lines):
+    (folder / area).mkdir(parents=True)
+    (folder / area / "prefill0.log").write_text("\n".join([*lines, f"{PREFIX} torn {{", "else"]))
+    return serving._records(folder / area)
+
+
+BOTH = (line("prefill", 1), line("decode", 1), line("prefill", 2), line("decode", 2))
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "status"),
+    [
+        (BOTH, "p2_d1", OK),
+        (BOTH[:3], "p2_d1", FAIL),
+        ((), "p2_d1", FAIL),
+        ((), "p2_d2", OK),
+        ((*BOTH, line("decode", 3, "it was cancelled")), "p2_d1", FAIL),
+    ],
+    ids=["all", "one not received", "not our path", "equal sizes", "one failed"],
+)
+def test_every_request_must_have_taken_our_path(lines, name, status, tmp_path):
+    assert serving._hand_overs("a", logged(tmp_path, "a", *lines), name, 2).status is status
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.9, OK), (0.0, FAIL)])
+def test_overlap_is_that_of_the_longest_prompt(share, status, tmp_path):
+    short = line("prefill", 1, tokens=10, early_share=0.5, after_prefill_ms=1.0)
+    logged(tmp_path, "a", short, line("prefill", 2, tokens=900, early_share=share, after_prefill_ms=3.0))
+    said = []
+    serving.overlap(settings(tmp_path), "a", said.append)
+    assert [one.status for one in said] == [status]
+    assert said[0].figures == {"share": share, "after prefill ms": 3.0}
+
+
+def test_overlap_without_servers_is_skipped(tmp_path):
+    said = []
+    serving.overlap(settings(tmp_path), "a", said.append)
+    assert [one.status for one in said] == [Status.SKIP]
+
+
+def keep(folder, area, tokens):
+    (folder / f"{area}-tokens.json").write_text(json.dumps(tokens))
+
+
+UNDIVIDED = serving.area_of("mixed_tp1")
+PREPUSH, PULL = (serving.area_of("p2_d1", mode) for mode in ("prepush", "pull"))
+
+
+def test_on_a_cpu_one_wrong_token_fails(tmp_path):
+    keep(tmp_path, UNDIVIDED, [[1, 2], [3, 4]])
+    assert serving._tokens(settings(tmp_path), PREPUSH, [[1, 2], [3, 4]]).status is OK
+    assert serving._tokens(settings(tmp_path), PREPUSH, [[1, 2], [3, 5]]).status is FAIL
+
+
+def test_on_a_cpu_nothing_to_compare_with_is_no_pass(tmp_path):
+    assert serving._tokens(settings(tmp_path), PREPUSH, [[1, 2]]).status is Status.SKIP
+
+
+def test_on_an_npu_the_modes_must_agree_and_the_undivided_server_is_told_of(tmp_path):
+    keep(tmp_path, UNDIVIDED, [[1, 2], [3, 9]])
+    keep(tmp_path, PREPUSH, [[1, 2], [3, 4]])
+    npu = settings(tmp_path, "npu")
+    good = serving._tokens(npu, PULL, [[1, 2], [3, 4]])
+    assert (good.status, "1 of 2 are the undivided server's" in good.seen) == (OK, True)
+    assert serving._tokens(npu, PULL, [[1, 2], [3, 5]]).status is FAIL
+    keep(tmp_path, UNDIVIDED, [[7, 7], [7, 7]])
+    assert serving._tokens(npu, PULL, [[1, 2], [3, 4]]).status is WARN
