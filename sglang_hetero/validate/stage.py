@@ -69,7 +69,8 @@ def obstacle(stage: Stage, settings: Settings) -> str:
     if device not in stage.kinds:
         return f"it is for {' and '.join(stage.kinds)}, this run is for {device}"
     if device != "cpu" and settings.count < stage.devices:
-        return f"it needs {stage.devices} devices of kind {device}, this host has {settings.count}"
+        plural = "s" if stage.devices > 1 else ""
+        return f"it needs {stage.devices} {device} device{plural}, this host has {settings.count}"
     if settings.quick and stage.slow:
         return "left out by --quick"
     if stage.servers and device != "cpu" and not settings.fleet:
