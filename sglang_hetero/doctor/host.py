@@ -37,7 +37,11 @@ CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/ca
 CANN_VERSION, CANN_RELEASE = "version.cfg", r"=\[([^:\]]*)"
 """A file in CANN's folder with lines like `toolkit_running_version=[8.3.RC1:8.3.RC1]`."""
 DRIVER_VERSION = Path("/usr/local/Ascend/driver/version.info")
-NPU_DEVICES, CUDA_DEVICES = "davinci[0-9]*", "nvidia[0-9]*"
+DEVICES = {
+    "npu": ("davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES"),
+    "cuda": ("nvidia[0-9]*", "CUDA_VISIBLE_DEVICES"),
+}
+"""The files of each kind's driver, and the variable that leaves only some of the devices to a process."""
 DEV = Path("/dev")
 
 
@@ -49,11 +53,12 @@ class Device:
     count: int
 
 
-def device(folder: Path = DEV) -> Device:
-    """The accelerators that this host has, by the files that their drivers make."""
-    for kind, pattern in (("npu", NPU_DEVICES), ("cuda", CUDA_DEVICES)):
+def device(folder: Path = DEV, environ: Mapping[str, str] = os.environ) -> Device:
+    """The accelerators that this process may use: by the files that their drivers make, and the vendor's variable."""
+    for kind, (pattern, variable) in DEVICES.items():
         if count := len(list(folder.glob(pattern))):
-            return Device(kind, count)
+            chosen = environ.get(variable)
+            return Device(kind, count if chosen is None else sum(bool(one.strip()) for one in chosen.split(",")))
     return Device("cpu", 1)
 
 
@@ -86,9 +91,7 @@ def versions(found: Device) -> list[Line]:
     ]
     lines += [ok(area, name, told) for name in PACKAGES if (told := release_of(name))]
     if found.kind == "npu" and not release_of("torch_npu"):
-        lines.append(
-            fail(area, "torch_npu", "not installed, and this host has NPUs", "install torch_npu for your CANN")
-        )
+        lines.append(fail(area, "torch_npu", "not installed, and NPUs need it", "install torch_npu for your CANN"))
     if not release_of("torch"):
         lines.append(fail(area, "torch", "not installed", "install SGLang with its dependencies (docs/setup.md)"))
     return lines

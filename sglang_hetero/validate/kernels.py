@@ -95,8 +95,8 @@ def _difference(case: Case, device: torch.device, lane: Lane) -> str:
     """The first byte that is not as the definition has it; empty if all are, those around what is written included."""
     expected = [tensor.clone() for tensor in case.tensors]
     case.run(naive, expected)
-    found = [tensor.clone().to(device) for tensor in case.tensors]
     with lane.active():
+        found = [tensor.clone().to(device) for tensor in case.tensors]
         case.run(ops, found)
     mine, other = (each[case.target].cpu().view(torch.uint8).flatten() for each in (found, expected))
     wrong = (mine != other).nonzero()
@@ -108,9 +108,10 @@ def _difference(case: Case, device: torch.device, lane: Lane) -> str:
 
 def _speeds(case: Case, device: torch.device, lane: Lane, turns: int) -> tuple[float, float]:
     """GB/s (1e9 bytes written a second) of the operation and of a copy, medians over turns of both."""
-    tensors = [tensor.to(device) for tensor in case.tensors]
-    source = torch.ones(case.nbytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
+    with lane.active():  # nothing of another stream may still be under way when a turn begins
+        tensors = [tensor.to(device) for tensor in case.tensors]
+        source = torch.ones(case.nbytes, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
 
     def seconds(what: Callable[[], object]) -> float:
         start = time.perf_counter()

@@ -185,7 +185,7 @@ class _Way:
     def read(self) -> Line:
         """Read it all, several times. Only SGLANG_HETERO_STATE=pull needs it."""
         self.there.ask("fill")
-        self.here.fill_(peer.POISON)
+        peer.poison(self.here)
         try:
             seconds = [_seconds(lambda: self.engine.read(self.there.session, *self.columns)) for _ in range(TURNS)]
         except EngineError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_hetero.device import on_device
+from sglang_hetero.device import Lane, on_device
 
 from . import engines
 
@@ -29,9 +29,16 @@ def memory(kind: str, device: int, nbytes: int) -> torch.Tensor:
     """Poisoned bytes on a device, aligned to ALIGN, with GUARD more behind them."""
     place = torch.device("cpu") if kind == "cpu" else torch.device(kind, device)
     on_device(place)
-    whole = torch.full((nbytes + GUARD + ALIGN,), POISON, dtype=torch.uint8, device=place)
+    whole = torch.empty(nbytes + GUARD + ALIGN, dtype=torch.uint8, device=place)
+    poison(whole)
     start = -whole.data_ptr() % ALIGN
     return whole[start : start + nbytes + GUARD]
+
+
+def poison(values: torch.Tensor) -> None:
+    """Fill with POISON; done when it returns, because an engine asks no stream of the device."""
+    with Lane(values.device).active():
+        values.fill_(POISON)
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import random
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,6 +189,7 @@ def _on_device(settings: Settings, name: str, mode: str, folder: Path) -> Iterat
     folder.mkdir(parents=True, exist_ok=True)
     platform = {"npu": "ascend", "cuda": "cuda"}[settings.device]
     environment = dict(os.environ) | {
+        "LAUNCH_PYTHON": sys.executable,
         "LAUNCH_MODEL": str(models.path(MODEL)),
         "LAUNCH_MTP": str(MTP),
         "LAUNCH_CHUNK": str(CHUNK),

@@ -33,7 +33,7 @@ class Stage:
     """name: its lines' area. run: `module:function` that takes Settings, arguments and something to say lines with.
     promises: names of the lines that it says, each once. seconds: after which it is stopped. devices: accelerators that
     it needs, if it is not for a CPU. kinds: of device that it is for. argument: for the function. slow: left out of a
-    quick run. servers: it starts some."""
+    quick run. servers: it starts some. after: stages whose files it reads."""
 
     name: str
     run: str
@@ -44,6 +44,7 @@ class Stage:
     argument: str = ""
     slow: bool = False
     servers: bool = False
+    after: tuple[str, ...] = ()
 
 
 class Said(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,7 +70,8 @@ def obstacle(stage: Stage, settings: Settings) -> str:
     if device not in stage.kinds:
         return f"it is for {' and '.join(stage.kinds)}, this run is for {device}"
     if device != "cpu" and settings.count < stage.devices:
-        return f"it needs {stage.devices} devices of kind {device}, this host has {settings.count}"
+        plural = "s" if stage.devices > 1 else ""
+        return f"it needs {stage.devices} {device} device{plural}, this host has {settings.count}"
     if settings.quick and stage.slow:
         return "left out by --quick"
     if stage.servers and device != "cpu" and not settings.fleet:
@@ -146,10 +148,12 @@ def left_out(stage: Stage, why: str) -> list[Line]:
 
 
 def chosen(stages: Iterable[Stage], only: Iterable[str]) -> list[Stage]:
-    """The stages that were asked for, in the order of the table; all if none was. Raises KeyError for a name that is
-    none, with that name."""
+    """The stages that were asked for and those whose files they read, in the order of the table; all if none was.
+    Raises KeyError for a name that is none, with that name."""
     every, wanted = list(stages), set(only)
     unknown = wanted - {stage.name for stage in every}
     if unknown:
         raise KeyError(min(unknown))
+    for stage in reversed(every):  # what a stage reads stands before it
+        wanted |= set(stage.after) if stage.name in wanted else set()
     return [stage for stage in every if not wanted or stage.name in wanted]

@@ -55,6 +55,7 @@ def stages(*, matrix: bool = False) -> tuple[Stage, ...]:
             LOOK_SECONDS,
             argument=prepush,
             servers=True,
+            after=(prepush,),
         )
     )
     if matrix:
@@ -73,4 +74,5 @@ def _serve(name: str, mode: str, *, slow: bool) -> Stage:
         argument=f"{name} {mode}".strip(),
         slow=slow,
         servers=True,
+        after=() if whole else (serving.area_of(serving.UNDIVIDED),),
     )

@@ -54,17 +54,19 @@ def test_only_a_failure_fails():
 
 
 @pytest.mark.parametrize(
-    ("files", "found"),
+    ("files", "environ", "found"),
     [
-        ([], host.Device("cpu", 1)),
-        (["davinci0", "davinci1", "davinci_manager", "nvidia0"], host.Device("npu", 2)),
-        (["nvidia0", "nvidiactl"], host.Device("cuda", 1)),
+        ([], {}, host.Device("cpu", 1)),
+        (["davinci0", "davinci1", "davinci_manager", "nvidia0"], {}, host.Device("npu", 2)),
+        (["nvidia0", "nvidiactl"], {"ASCEND_RT_VISIBLE_DEVICES": ""}, host.Device("cuda", 1)),
+        (["davinci0", "davinci1", "davinci2"], {"ASCEND_RT_VISIBLE_DEVICES": "1,2"}, host.Device("npu", 2)),
+        (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": ""}, host.Device("cuda", 0)),
     ],
 )
-def test_devices_are_those_that_the_kernel_shows(files, found, tmp_path):
+def test_devices_are_those_that_the_kernel_shows(files, environ, found, tmp_path):
     for name in files:
         (tmp_path / name).touch()
-    assert host.device(tmp_path) == found
+    assert host.device(tmp_path, environ) == found
 
 
 def test_an_npu_host_without_the_vendors_packages_fails_with_what_to_install(monkeypatch):

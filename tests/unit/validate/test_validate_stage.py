@@ -36,7 +36,7 @@ def test_lines_that_were_promised_are_taken():
 
 LIES = {
     "the same line twice": (said("a"), said("a", Status.FAIL), said("b"), END),
-    "another stage's line": (said("a"), said("b"), said("a", area="two"), END),
+    "another stage's line": (said("a"), said("b", area="two"), END),
     "a line that was not promised": (said("a"), said("b"), said("c"), END),
     "no JSON": (said("a"), said("b"), b"pass\n", END),
     "a status that is none": (
@@ -93,7 +93,7 @@ NPU = Settings(device="npu", count=2, folder="/nowhere")
     ("one", "settings", "words"),
     [
         (Stage("s", "m:f", (), 1.0, kinds=("npu",)), CPU, "it is for npu"),
-        (Stage("s", "m:f", (), 1.0, devices=3), NPU, "needs 3 devices of kind npu, this host has 2"),
+        (Stage("s", "m:f", (), 1.0, devices=3), NPU, "needs 3 npu devices, this host has 2"),
         (Stage("s", "m:f", (), 1.0, devices=3), CPU, ""),
         (Stage("s", "m:f", (), 1.0, slow=True), msgspec.structs.replace(CPU, quick=True), "--quick"),
         (Stage("s", "m:f", (), 1.0, slow=True), CPU, ""),
@@ -134,7 +134,9 @@ def test_the_document_has_every_stage():
 
 def test_only_some_stages():
     every = table.stages()
-    assert [one.name for one in chosen(every, ["overlap", "kernels"])] == ["kernels", "overlap"]
+    assert [one.name for one in chosen(every, ["loopback-sdma", "kernels"])] == ["kernels", "loopback-sdma"]
+    with_needs = [one.name for one in chosen(every, ["overlap"])]
+    assert with_needs == ["serve-mixed_tp1", "serve-p2_d1-prepush", "overlap"]
     assert chosen(every, []) == list(every)
 
 
