@@ -48,12 +48,14 @@ def markdown(summary: Summary) -> list[str]:
 
 
 def last_line(figures: Sequence[Figures]) -> str:
-    """`N rows: A whole, B equal ...`: what a run ends with."""
+    """What a run ends with: how many rows have shown what they must."""
     whole = [each for each in figures if each.verdict in (Verdict.EQUAL, Verdict.DIFFERS)]
-    broken = [each for each in figures if each.verdict in (Verdict.SEEN, Verdict.NOT_SEEN)]
+    blind = sum(each.verdict is Verdict.BLIND for each in figures)
+    broken = [each for each in figures if each.verdict in (Verdict.SEEN, Verdict.NOT_SEEN, Verdict.BLIND)]
     equal = sum(each.verdict is Verdict.EQUAL for each in whole)
     seen = sum(each.verdict is Verdict.SEEN for each in broken)
-    return f"{equal}/{len(whole)} whole rows equal to the undivided server, {seen}/{len(broken)} broken merges seen"
+    said = f"{equal}/{len(whole)} whole rows equal to the undivided server, {seen}/{len(broken)} broken merges seen"
+    return said + (f", {blind} of the others a known blind spot of the model" if blind else "")
 
 
 def _rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

@@ -28,7 +28,7 @@ from . import __main__ as command
 from . import document, run, summary
 from .faults import FOLDER, Injection, MergeFault, counted, faults
 from .injected import merge_faults
-from .plan import BROKEN, UNDIVIDED, Row, fleets, only, rows
+from .plan import BLIND_SPOTS, BROKEN, UNDIVIDED, Row, fleets, only, rows
 from .record import Answer, Records, RowRecord
 from .run import NotHit, check_hits
 from .verdict import Verdict, apart, compare, evaluate
@@ -212,6 +212,7 @@ def test_rows_can_be_served_and_have_names_of_their_own():
         assert row.whole in every
         assert not row.fault or row.fault in FAULTS
     assert all(names[0] == "control" for _, names in BROKEN)
+    assert set(every) >= BLIND_SPOTS and all(row.fault for row in BLIND_SPOTS)
     assert {"mixed_tp2", "mixed_tp4", "p2_d1", "p2_d2", "p2x2_d2"} < {row.topology for row in every}, "the seed's five"
 
 
@@ -244,7 +245,9 @@ def record(row: Row, right: int, accepted: int = 3, odd: int = 0, asked: int = 1
     return RowRecord(row.name, row.name, depths, answers, *((asked, asked) if row.fault else (0, 0)), seconds=2.0)
 
 
-WHOLE, HEAD, DRAFT, CONTROL = (Row("p2_d1", fault=name) for name in ("", "ssm-head", "draft", "control"))
+WHOLE, HEAD, DRAFT, CONTROL, BLIND = (
+    Row("p2_d1", fault=name) for name in ("", "ssm-head", "draft", "control", "conv-sources")
+)
 
 
 def verdicts(*records: tuple[Row, RowRecord], tie=lambda question, position: False) -> dict[Row, Verdict]:
@@ -265,6 +268,8 @@ def verdicts(*records: tuple[Row, RowRecord], tie=lambda question, position: Fal
         (DRAFT, {"right": 99, "accepted": 1}, Verdict.SEEN),
         (DRAFT, {"right": 99}, Verdict.NOT_SEEN),
         (DRAFT, {"right": 40, "accepted": 1, "odd": 60}, Verdict.DIFFERS),
+        (BLIND, {"right": 99}, Verdict.BLIND),
+        (BLIND, {"right": 40, "odd": 60}, Verdict.SEEN),
     ],
 )
 def test_what_a_row_has_shown(row, answers, verdict):

@@ -11,7 +11,7 @@ from sglang_hetero.accuracy.stats import Interval, mcnemar, mean, wilson
 from sglang_hetero.errors import HeteroError
 
 from .faults import MergeFault
-from .plan import Row
+from .plan import BLIND_SPOTS, Row
 from .record import Answer, RowRecord
 
 Tie = Callable[[int, int], bool]
@@ -30,10 +30,12 @@ class Verdict(StrEnum):
     SEEN = "seen"
     """A fault that shows in the score or the accept length."""
     NOT_SEEN = "NOT SEEN"
+    BLIND = "not seen: a known blind spot"
+    """Of the model; plan.BLIND_SPOTS."""
 
     @property
     def good(self) -> bool:
-        return self in (Verdict.REFERENCE, Verdict.EQUAL, Verdict.SEEN)
+        return self not in (Verdict.DIFFERS, Verdict.NOT_SEEN)
 
 
 @dataclass(frozen=True)
@@ -156,18 +158,20 @@ def _figures(
         record.merged,
         record.hit,
         tuple(seen),
-        _verdict(row == reference, fault, differing, seen),
+        _verdict(row, reference, fault, differing, seen),
     )
 
 
-def _verdict(is_reference: bool, fault: MergeFault | None, differing: int, seen: Sequence[str]) -> Verdict:
-    if is_reference:
+def _verdict(row: Row, reference: Row, fault: MergeFault | None, differing: int, seen: Sequence[str]) -> Verdict:
+    if row == reference:
         return Verdict.REFERENCE
     if fault is None or fault.harmless:
         return Verdict.DIFFERS if differing else Verdict.EQUAL
     if fault.drafts_only and differing:
         return Verdict.DIFFERS  # greedy answers do not depend on drafts
-    return Verdict.SEEN if seen else Verdict.NOT_SEEN
+    if seen:
+        return Verdict.SEEN
+    return Verdict.BLIND if row in BLIND_SPOTS else Verdict.NOT_SEEN
 
 
 def _score(record: RowRecord) -> Interval:
