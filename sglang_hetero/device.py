@@ -23,6 +23,13 @@ def at_once() -> bool:
     return True
 
 
+def attach(kind: str) -> None:
+    """Have torch know devices of this kind ("cpu", "cuda", "npu"). Raises ImportError, or whatever the vendor's package
+    raises while it is imported: that is what registers its devices."""
+    if kind == "npu":
+        import torch_npu  # noqa: F401
+
+
 def on_device(device: torch.device) -> None:
     """Make a device the present thread's. Every thread of ours that touches a device or an engine begins with this.
 

@@ -63,9 +63,10 @@ def _torch_device(kind: str) -> Line:
     """Whether torch can put something on the device and take it back."""
     import torch
 
+    from sglang_hetero import device
+
     try:
-        if kind == "npu":
-            import torch_npu  # noqa: F401 (it registers the device)
+        device.attach(kind)
         there = torch.arange(8, dtype=torch.int32).to(kind)
         back = (there + 1).cpu().tolist()
     except Exception as error:  # of a driver or a vendor's package, which may raise anything

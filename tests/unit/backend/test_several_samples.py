@@ -23,7 +23,9 @@ class Manager:
     def __init__(self):
         self.rid_to_state = {}
     def _init_req_state(self, one):
-        self.rid_to_state[one.rid] = SimpleNamespace(time_stats=None, lora_released=False)
+        self.rid_to_state[one.rid] = SimpleNamespace(
+            time_stats=SimpleNamespace(set_finished_time=lambda: None), lora_released=False
+        )
     async def _tokenize_one_request(self, one):
         return SimpleNamespace(
             rid=one.rid, sampling_params=SimpleNamespace(max_new_tokens=8), bootstrap_room=one.bootstrap_room
@@ -32,6 +34,8 @@ class Manager:
         sent.append(tokenized.bootstrap_room)
     async def _wait_one_response(self, one, request):
         yield {"meta_info": {"id": one.rid}}
+    async def _collect_batch_responses(self, generators):
+        return []
 
 async def run():
     manager = Manager()
