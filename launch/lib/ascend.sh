@@ -60,7 +60,7 @@ platform_options() {
         --device npu
         # The only attention of SGLang on NPUs.
         --attention-backend ascend
-        # The decode kernel of gated-delta-net layers takes the SSM states for bf16 whatever they are, and checks nothing
+        # The decode kernel of gated-delta-net layers takes the SSM states for bf16 whatever they are and checks nothing
         # (sgl-kernel-npu, docs/ascend.md); checkpoints say float32. The same on both sides.
         --mamba-ssm-dtype bfloat16
     )
