@@ -42,8 +42,8 @@ platform_environment() {
     a3) environment ASCEND_MF_TRANSFER_PROTOCOL sdma ;;
     *) die "LAUNCH_CHIP=${LAUNCH_CHIP:-}: must be 910b (Atlas 800I A2) or a3 (Atlas 800I A3)" ;;
     esac
-    # The one store at which all prefill and decode servers of a fleet find each other: store.sh, or else the first
-    # prefill server makes it. MemFabric takes an address here and no name.
+    # MemFabric's config store, an address and no name. SGLang's prefill makes one there, unless store.sh runs. With
+    # MemFabric 1.0 the engines find each other there; from 1.1.6 on they take no more than its tcp:// (docs/ascend.md).
     [[ ${ASCEND_MF_STORE_URL:-} =~ ^tcp://([^/:]+):([0-9]+)$ ]] ||
         die "ASCEND_MF_STORE_URL=${ASCEND_MF_STORE_URL:-}: must be tcp://ADDRESS:PORT, the same for all servers"
     local host=${BASH_REMATCH[1]} port=${BASH_REMATCH[2]} address
@@ -60,5 +60,8 @@ platform_options() {
         --device npu
         # The only attention of SGLang on NPUs.
         --attention-backend ascend
+        # The decode kernel of gated-delta-net layers takes the SSM states for bf16 whatever they are and checks nothing
+        # (sgl-kernel-npu, docs/ascend.md); checkpoints say float32. The same on both sides.
+        --mamba-ssm-dtype bfloat16
     )
 }

@@ -34,7 +34,7 @@ whole LAUNCH_FIRST_DEVICE 0
 export LAUNCH_PYTHON LAUNCH_IP
 unset LAUNCH_NODES LAUNCH_NODE LAUNCH_LEADER
 if [ "$platform" = ascend ] && [ "$topology" != "${topology#p}" ]; then
-    # Where MemFabric's store is; the prefill server makes it, or where there are several, store.sh does.
+    # Where MemFabric's config store is; the prefill server makes it, or where there are several, store.sh does.
     export ASCEND_MF_STORE_URL="${ASCEND_MF_STORE_URL:-tcp://$LAUNCH_IP:24669}"
 fi
 

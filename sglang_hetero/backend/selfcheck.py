@@ -78,7 +78,6 @@ RANK: tuple[Symbol, ...] = (
     Symbol(UTILS, "MetadataBuffers.get_buf_infos"),
     Symbol(UTILS, "MetadataBuffers.get_buf", "idx"),
     Symbol(UTILS, "MetadataBuffers.set_buf", "req"),
-    Symbol(UTILS, "MetadataBuffers.clear_slot", "idx"),
     Symbol(COMMON, "CommonKVManager.__init__", "args disaggregation_mode server_args is_mla_backend"),
     Symbol(COMMON, "CommonKVManager.check_status", "bootstrap_room"),
     Symbol(COMMON, "CommonKVManager.update_status", "bootstrap_room status"),
@@ -115,11 +114,6 @@ RANK: tuple[Symbol, ...] = (
     Symbol(MOONCAKE, "MooncakeKVManager.start_decode_thread"),
     Symbol(MOONCAKE, "MooncakeKVManager.get_session_id"),
     Symbol(MOONCAKE, "MooncakeKVManager.build_receiver_registration_message"),
-    Symbol(
-        MOONCAKE,
-        "MooncakeKVManager.build_receiver_metadata_message",
-        "bootstrap_room required_dst_info_num kv_indices aux_index state_indices decode_prefix_len is_dummy",
-    ),
     Symbol(
         MOONCAKE,
         "MooncakeKVManager.add_transfer_request",

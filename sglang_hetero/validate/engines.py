@@ -88,7 +88,7 @@ def _memfabric(transport: str, role: str, device: int, store: str) -> tuple[Any,
         raise NoEngine(f"this release of MemFabric has no {transport}")
     code = native.initialize(store, session, role, device, kind)
     if code != 0:
-        raise NoEngine(f"MemFabric cannot be initialised (code {code}); set ASCEND_MF_LOG_LEVEL for more")
+        raise NoEngine(f"MemFabric cannot be initialised (code {code}); set MF_LOG_LEVEL=1 for more")
     return native, session
 
 

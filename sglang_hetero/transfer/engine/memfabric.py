@@ -3,7 +3,8 @@
 Known from its source and from calling it without an NPU: it registers in units of 2 MiB, merging what one batch brings;
 it refuses an empty batch and descriptors of size 0 (we pass neither); it refuses addresses outside what the peer has
 registered before it moves a byte. On prefill it connects at the first write, and registers then what
-batch_register_memory only noted down: a registration that fails there fails the first write to each decode rank.
+batch_register_memory only noted down: a registration that fails there fails the first write to each decode rank. Decode
+cannot read from a prefill rank before that. ASCEND_MF_STORE_URL is not connected to (docs/ascend.md).
 The port in a session's name need not be one that it listens on: earlier releases bind it and do not listen.
 """
 
@@ -31,15 +32,18 @@ class MemFabric(NativeEngine):
 
     def _register_remedy(self, code: Code) -> str:
         return (
-            f"{_last_error()}; check that ASCEND_MF_STORE_URL is the same on all hosts and its store runs, and that "
-            "every region lies in device memory of this NPU"
+            f"{_last_error()}; check that every region lies in device memory of this NPU, and with MemFabric 1.0 "
+            "that ASCEND_MF_STORE_URL is the same on all hosts and its store runs"
         )
 
     def peer_gone(self, session: str) -> bool:
         return False  # it need not listen there, living or not
 
     def _transfer_remedy(self) -> str:
-        return f"{_last_error()}; the peer may be gone or an address not registered; set ASCEND_MF_LOG_LEVEL for more"
+        return (
+            f"{_last_error()}; the peer may be gone, its port out of reach (prefill connects to decode's), or another "
+            "ASCEND_MF_TRANSFER_PROTOCOL be set there; MF_LOG_LEVEL=1 on both sides tells more"
+        )
 
 
 def _last_error() -> str:

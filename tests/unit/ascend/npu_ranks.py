@@ -7,7 +7,7 @@ the description, the plan or the merge.
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -26,12 +26,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Kind:
-    """How an NPU server keeps its caches. draft_tokens: of a verify step, None without speculation."""
+    """How an NPU server keeps its caches. draft_tokens: of a verify step, None without speculation. ssm: its states."""
 
     name: str = "npu"
     page_size: int = 128
     draft_tokens: int | None = 3
     nz: bool = False
+    ssm: torch.dtype = torch.float32
 
 
 class Npu:
@@ -57,6 +58,7 @@ class Npu:
         model, kind = self.model, self.kind
         with platform(kind.name), patch.dict("os.environ", SGLANG_USE_FIA_NZ=str(int(kind.nz))):
             params = cache_params(model.linear, model.linear_layers, self.tp, kda=self.kda)
+            params = replace(params, dtype=replace(params.dtype, temporal=kind.ssm))
             mamba = mamba_pool(params, model.linear_layers, draft_tokens=kind.draft_tokens)
             target, draft = (
                 kv_pool(model, layers, self.tp, mamba, kind.name, page_size=kind.page_size)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from npu_ranks import Kind, Npu
 
+from sglang_hetero.errors import LayoutMismatch
 from sglang_hetero.layout import Role, Side
 from sglang_hetero.layout.wire import decode, encode
 from sglang_hetero.merge.batch import Staged
@@ -125,6 +126,18 @@ def test_other_page_sizes(page_size):
 def test_windows_with_rows_for_other_numbers_of_draft_tokens(prefill, decoding):
     """Only live rows travel, so that the two sides may keep different windows; the others keep their bytes."""
     hand_over(GDN, (2, Kind(draft_tokens=prefill)), (1, Kind(draft_tokens=decoding)))
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=lambda tp: f"P{tp[0]}D{tp[1]}")
+def test_states_in_bf16(tp):
+    """As launch/ascend starts all servers."""
+    kind = Kind(ssm=torch.bfloat16)
+    hand_over(GDN, (tp[0], kind), (tp[1], kind))
+
+
+def test_states_of_two_dtypes_are_refused():
+    with pytest.raises(LayoutMismatch, match=r"ssm: .*dtype bfloat16, .* float32; .*--mamba-ssm-dtype"):
+        hand_over(GDN, (2, Kind(ssm=torch.bfloat16)), (1, Kind()))
 
 
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (4, 2)], ids=lambda tp: f"P{tp[0]}D{tp[1]}")

@@ -89,7 +89,7 @@ def test_its_own_text_reaches_the_message(monkeypatch):
     monkeypatch.setitem(sys.modules, "memfabric_hybrid", SimpleNamespace(get_and_clear_last_err_msg=lambda: "no store"))
     native = SimpleNamespace(batch_register_memory=lambda *_: -1, batch_transfer_sync_write=lambda *_: -2004)
     engine = MemFabric(SimpleNamespace(engine=native, session_id="127.0.0.1:1"))
-    with pytest.raises(EngineError, match=r"code -1.*its text: no store; check that ASCEND_MF_STORE_URL"):
+    with pytest.raises(EngineError, match=r"code -1.*its text: no store; check that every region.*ASCEND_MF_STORE_URL"):
         engine.register([(4096, 100)])
-    with pytest.raises(EngineError, match=r"code -2004.*its text: no store"):
+    with pytest.raises(EngineError, match=r"code -2004.*its text: no store; .*prefill connects to decode"):
         engine.write("127.0.0.1:2", [4096], [4096], [1])
