@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from sglang_hetero.accuracy.stats import wilson
 from sglang_hetero.errors import TraceError
 
 from .summary import Summary
@@ -76,11 +75,7 @@ def _by_depth(axes: Any, rows: tuple[Figures, ...], shades: Any) -> None:
                 color="white" if dark else INK,
             )
     axes.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-    at_depth = rows[0].right[0][2]
-    half = wilson(at_depth // 2, at_depth)
-    _title(
-        axes, f"score by depth, first pair to last (a cell of {at_depth}: ±{(half.high - half.low) / 2:.2f} at most)"
-    )
+    _title(axes, f"score by depth of the pair, {rows[0].right[0][2]} questions each")
     axes.grid(visible=False)
 
 
