@@ -92,8 +92,6 @@ def _random_handoff(rng: random.Random) -> Handoff:
         pytest.param(SHAPE, replace(SHAPE, page_size=128), ("64", "128", "page"), id="page-size"),
         pytest.param(SHAPE, replace(SHAPE, kv_dtype="float16"), ("bfloat16", "float16"), id="kv-dtype"),
         pytest.param(SHAPE, replace(SHAPE, ssm_dtype="bfloat16"), ("float32", "bfloat16"), id="ssm-dtype"),
-        pytest.param(SHAPE, replace(SHAPE, draft_tokens=0), ("draft",), id="draft-on-prefill-only"),
-        pytest.param(replace(SHAPE, draft_tokens=0), SHAPE, ("draft",), id="draft-on-decode-only"),
         pytest.param(SHAPE, replace(SHAPE, head_dim=16), (), id="another-model"),
         pytest.param(SHAPE, replace(SHAPE, conv_kernel=5), (), id="another-conv-kernel"),
     ],
