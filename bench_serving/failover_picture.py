@@ -5,6 +5,7 @@ from pathlib import Path
 from bench_serving.failover_record import Fate, Phase, Record
 from bench_serving.soak_picture import DPI, GRID, INK, RESTART, TEXT, THIN
 from sglang_hetero.errors import TraceError
+from sglang_hetero.perf import canvas
 
 WIDTH, HEIGHT = 13.0, 7.0
 COLOUR = {Fate.OK: "#2563eb", Fate.WRONG: "#7c3aed", Fate.REFUSED: "#dc2626", Fate.BROKEN: "#ea580c"}
@@ -22,15 +23,9 @@ SHADED = {Phase.WITHOUT: "#fee2e2", Phase.STARTING: "#fef3c7", Phase.AWAY: "#e0e
 
 def draw(record: Record, title: str, path: Path) -> None:
     """Write a PNG with two panels. Raises TraceError without requests or matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TraceError(f"a picture needs matplotlib (the extra `picture` of sglang-hetero): {error}") from error
     if not record.requests:
         raise TraceError("there are no requests to draw")
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas.empty(WIDTH, HEIGHT, DPI)
     rate, each = figure.subplots(2, 1, sharex=True)
     rates = record.rates()
     rate.step([at for at, _ in rates], [value for _, value in rates], where="mid", color=INK, linewidth=THIN)

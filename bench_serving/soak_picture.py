@@ -7,6 +7,7 @@ from typing import Any
 
 from bench_serving.soak_record import MIB, Record, Sample
 from sglang_hetero.errors import TraceError
+from sglang_hetero.perf import canvas
 
 WIDTH, HEIGHT, DPI = 13.0, 8.0, 130
 INK, GRID, RESTART = "#1f2937", "#e5e7eb", "#dc2626"
@@ -19,15 +20,9 @@ Lines = dict[str, list[list[Sample]]]
 
 def draw(record: Record, path: Path) -> None:
     """Write a PNG with four panels; restarts are vertical lines. Raises TraceError without samples or matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TraceError(f"a picture needs matplotlib (the extra `picture` of sglang-hetero): {error}") from error
     if not record.samples:
         raise TraceError("there are no samples to draw")
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas.empty(WIDTH, HEIGHT, DPI)
     memory, units, held, rate = figure.subplots(2, 2).flat
     found = lines(record.samples)
     _plot(memory, found, lambda each: each.rss / MIB, "-")

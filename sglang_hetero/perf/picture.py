@@ -1,4 +1,4 @@
-"""A trace as a picture: a timeline with one lane per rank. The only place that needs matplotlib (extra `picture`)."""
+"""A trace as a picture: a timeline with one lane per rank. Needs matplotlib (extra `picture`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_hetero.errors import TraceError
 
+from . import canvas
 from .parts import Event, Parts, counts, whole
 from .perfetto import Group, Lane, lanes, rooms
 from .records import Component
@@ -56,18 +57,12 @@ def draw(parts: Parts, path: Path, room: int | None = None) -> None:
 
     Raises TraceError if there is nothing to draw, no matplotlib, or something that matplotlib cannot draw.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TraceError(f"a picture needs matplotlib (the extra `picture` of sglang-hetero): {error}") from error
     shown = parts if room is None else parts.of(room)
     if not shown.events:
         raise TraceError("the trace has no events")
     found = lanes(shown)
+    figure = canvas.empty(WIDTH, min(MAX_HEIGHT, LANE * len(found) + REST), DPI)
     try:
-        figure = Figure(figsize=(WIDTH, min(MAX_HEIGHT, LANE * len(found) + REST)), dpi=DPI, layout="constrained")
-        FigureCanvasAgg(figure)
         _fill(figure.add_subplot(), shown, found)
         figure.savefig(path, format="png")
     except OSError as error:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_hetero.errors import TraceError
+from sglang_hetero.perf import canvas
 
 from .summary import Summary
 from .verdict import Figures
@@ -16,18 +17,13 @@ LOW, MIDDLE, HIGH = "#b91c1c", "#fde68a", "#15803d"
 
 def draw(summary: Summary, path: Path) -> None:
     """Write a PNG. Raises TraceError without rows or matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import LinearSegmentedColormap
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TraceError(f"a picture needs matplotlib (the extra `picture` of sglang-hetero): {error}") from error
     rows = summary.figures
     if not rows:
         raise TraceError("there are no rows to draw")
     height = max(LEAST_HEIGHT, ROW_HEIGHT * len(rows) + 1.5)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas.empty(WIDTH, height, DPI)
+    from matplotlib.colors import LinearSegmentedColormap
+
     depths, score, accept = figure.subplots(1, 3, sharey=True, width_ratios=(1.1, 1, 1))
     shades = LinearSegmentedColormap.from_list("score", [LOW, MIDDLE, HIGH])
     _by_depth(depths, rows, shades)
