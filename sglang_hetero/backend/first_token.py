@@ -98,9 +98,14 @@ def write_row(metadata: Any, row: int, content: tuple[bytes, ...], plan: RowPlan
             "install the same release of sglang-hetero on both sides"
         )
     if unfit := [
-        name for (name, tensor), size in zip(own, wanted, strict=True) if size not in (None, tensor[row].nbytes)
+        f"{name} has {size} bytes on prefill and {tensor[row].nbytes} here"
+        for (name, tensor), size in zip(own, wanted, strict=True)
+        if size not in (None, tensor[row].nbytes)
     ]:
-        raise ProtocolError(f"columns {', '.join(unfit)} of the row with the first token are of another size here")
+        raise ProtocolError(
+            f"the row with the first token is another one on prefill than on decode: {', '.join(unfit)}; start both "
+            "with the same model and the same release of SGLang and sglang-hetero"
+        )
     token = 0
     for (name, tensor), column in zip(own, plan.taken, strict=True):
         if column is None:

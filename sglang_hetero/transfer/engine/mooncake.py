@@ -109,8 +109,13 @@ class Mooncake(NativeEngine):
         code = 0 if probe is None else call(probe, session)
         if code == 0:
             return
-        cause = "nobody listens there" if self.peer_gone(session) else "is its process stopped, or its host away?"
-        raise EngineError(f"Mooncake cannot reach {session} (code {code}): {cause}", settled=True)
+        remedy = (
+            "nobody listens there: the server there has ended, its log says why"
+            if self.peer_gone(session)
+            else "something listens there and does not answer: see that its process is not stopped, its host up and no "
+            "firewall between the two"
+        )
+        raise EngineError(f"Mooncake of {self.session} cannot reach {session} (code {code}): {remedy}", settled=True)
 
     def _unregister(self, addresses: list[int]) -> int:
         code: int = self._native.batch_unregister_memory(addresses)

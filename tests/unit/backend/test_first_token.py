@@ -134,7 +134,7 @@ def test_a_plan_of_another_row_is_refused_and_nothing_is_written(taken):
     source, target = metadata(cached_tokens=torch.zeros(ROWS, 8, dtype=torch.int32)), metadata()
     content = read_row(source, 0)
     before = poisoned(target)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match=r"on both sides|bytes on prefill and \d+ here.*; start both with the same"):
         write_row(target, 1, content, RowPlan(tuple(map(len, content)), taken))
     check_only(target, before, None)
 

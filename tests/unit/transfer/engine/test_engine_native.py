@@ -73,6 +73,7 @@ def test_a_peer_is_probed_until_something_has_been_moved():
     with pytest.raises(EngineError, match=r"cannot reach 127.0.0.1:1 \(code -1\)") as raised:
         engine.write("127.0.0.1:1", TWO, TWO, TWO)
     assert raised.value.settled and native_engine.begun == list(range(1, 9)), "nothing was begun"
+    assert "Mooncake of own:1 cannot reach" in str(raised.value) and "its log says why" in str(raised.value)
     native_engine.begun.insert(0, mooncake.REFUSALS[0])
     with pytest.raises(EngineError, match="failed"):
         engine.write("127.0.0.1:1", TWO, TWO, TWO)
