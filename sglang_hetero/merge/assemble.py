@@ -8,20 +8,20 @@ follows from its axes, not from the name of its role.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_hetero.errors import MergeError
 from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.layout.component import Item, Role
+from sglang_hetero.reshard.bind import item_runs
 from sglang_hetero.reshard.plan import Plan
 from sglang_hetero.reshard.share import Share
 
 from . import ops
 from .batch import Batches, Layer, Staged, live_tokens
 from .views import arranged, item_view, live_view, staged_view
-
-EMPTY = 0
-"""Every bit of an element that nobody sends: the number 0 in every dtype of a cache."""
 
 Memory = Mapping[tuple[Role, int], torch.Tensor]
 """Per role and layer the bytes of the buffer from its address on: uint8, one-dimensional."""
@@ -59,15 +59,19 @@ class Assembler:
         """
         self._batches.merge(arena, pieces)
 
-    def begin_empty(self, pages: torch.Tensor) -> None:
-        """Empty these pages (int64, ids in this rank's pool, on its device) of all that the plan lets nobody send.
+    def begin_empty(self, pages: npt.NDArray[np.int64]) -> None:
+        """Empty these pages (int64, ids in this rank's pool, on the host) of all that the plan lets nobody send.
 
         The draft model reads them from its first step on, and what lies there is another request's, or never written.
         Raises MergeError for ids that are no request's.
+
+        By runs of pages that lie beside each other: what fills by index may copy a whole pool there and back (CANN's
+        does not take every dtype, and writes through a view of all of it), and others' pages are merged meanwhile.
         """
-        _check_ids(pages)
-        for items in self._empty:
-            items.index_fill_(0, pages, EMPTY)
+        _check_ids(torch.from_numpy(pages))
+        for run in item_runs(pages):
+            for items in self._empty:
+                items.narrow(0, int(run[0]), len(run)).zero_()
 
     def sources(self, role: Role, layer: int) -> tuple[int, ...]:
         """Numbers of the sources that have a share of this layer of a role. Raises MergeError if nothing moves it."""

@@ -11,7 +11,7 @@ import logging
 
 import numpy as np
 
-from sglang_hetero.device import Done, at_once, to_device
+from sglang_hetero.device import Done, at_once
 from sglang_hetero.errors import HeteroError, ProtocolError, StagingError, TransferRefused
 
 from . import integrity, messages
@@ -71,11 +71,13 @@ class DecodeSide(Reception):
         mode = self.settings.mode
         now = self._clock()
         ids = np.array(pages, dtype=np.int64)
-        emptied, problem = self._begin_empty(room, source_set, ids)
         with self._lock:
             use = self._use(room)  # also of one that is refused: the other ranks may take it
             if room in self._current:
                 raise TransferRefused(f"{self.manifest.label} has another request with room {room} under way")
+        # Not before: nobody would wait for what is emptied for a request that is refused. No other thread opens any.
+        emptied, problem = self._begin_empty(room, source_set, ids)
+        with self._lock:
             self._epoch += 1
             inbox = Inbox(
                 room,
@@ -109,14 +111,17 @@ class DecodeSide(Reception):
         """Empty what nobody sends in these pages. Tells when the device has, and why that is not possible, if so."""
         if not source_set.plan.missing:
             return at_once, ""
-        problem = ""
+        done, problem = at_once, ""
         try:
-            with self._forward.active():
-                source_set.assembler.begin_empty(to_device(pages, self._arena.device))
+            try:
+                with self._forward.active():
+                    source_set.assembler.begin_empty(pages)
+            finally:
+                done = self._forward.done()  # also of what was enqueued before an error
         except Exception as error:  # SGLang's scheduler serves other requests, and would end with it
             logger.exception("room %d: the pages of its draft caches cannot be emptied", room)
             problem = f"its draft caches cannot be emptied: {type(error).__name__}: {error}"
-        return self._forward.done(), problem  # also of what was enqueued before an error
+        return done, problem
 
     def _use(self, room: int) -> str:
         """A name for this use of a room, without asking the other ranks of this server: they count the same.

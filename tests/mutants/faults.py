@@ -17,6 +17,7 @@ _ROW = "sglang_hetero/reshard/row.py"
 _SHARE = "sglang_hetero/reshard/share.py"
 _BIND = "sglang_hetero/reshard/bind.py"
 _ASSEMBLE = "sglang_hetero/merge/assemble.py"
+_EMPTIES = "items.narrow(0, int(run[0]), len(run)).zero_()"
 _CPU = "sglang_hetero/merge/cpu.py"
 _KERNEL = "sglang_hetero/merge/triton_kernels.py"
 _LAUNCH = "sglang_hetero/merge/triton_ops.py"
@@ -447,10 +448,8 @@ FAULTS = [
         "                pass",
     ),
     # Only one side drafts.
-    Fault(
-        "what nobody sends is left as it was", _ASSEMBLE, "items.index_fill_(0, pages, EMPTY)", "pages.clamp_(min=1)"
-    ),
-    Fault("a pool is emptied, others' pages too", _ASSEMBLE, "items.index_fill_(0, pages, EMPTY)", "items.zero_()"),
+    Fault("what nobody sends is left as it was", _ASSEMBLE, _EMPTIES, "pass"),
+    Fault("a pool is emptied, others' pages too", _ASSEMBLE, _EMPTIES, "items.zero_()"),
     Fault(
         "pages that the device is still emptying are given away",
         _DECODE,

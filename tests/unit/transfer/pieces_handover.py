@@ -101,7 +101,7 @@ class Receiver:
     def run(self) -> None:
         """Everything from the first chunk to the last byte; asserts that it is complete then and not before."""
         request = self.request
-        self.assembler.begin_empty(torch.tensor(self.into.pages))
+        self.assembler.begin_empty(np.array(self.into.pages, dtype=np.int64))
         self.coverage.emptied()
         chunks = request.chunks or (range(len(self.into.pages)),)
         page_size = self.to.shape.page_size

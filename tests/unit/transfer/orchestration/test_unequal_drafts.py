@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from sglang_hetero.errors import MergeError
+from sglang_hetero.errors import MergeError, TransferRefused
 from sglang_hetero.layout import Role
 from sglang_hetero.transfer.pieces import StateMode
 from tests.reshard_oracle.model import without_draft
@@ -56,6 +56,19 @@ def test_pages_that_cannot_be_emptied_fail_the_request_and_nothing_else(monkeypa
         monkeypatch.undo()
         world.serve(world.start(2, TOKENS, 2, 3))
         world.check()
+
+
+def test_a_request_that_is_refused_empties_nothing(monkeypatch):
+    """Nobody would wait for it, and SGLang gives its pages to somebody else."""
+    with World(PLAIN, (2, 2), decode_model=FOUR) as world:
+        world.serve(world.start(1, TOKENS, 2, 3))
+        side, emptied = world.decode[0].side, []
+        monkeypatch.setattr(world.sets[0].assembler, "begin_empty", lambda pages: emptied.append(list(pages)))
+        side.open(5, world.sets[0], [1, 2], 1)
+        with pytest.raises(TransferRefused):
+            side.open(5, world.sets[0], [3, 4], 2)
+        assert emptied == [[1, 2]]
+        side.fail(5, "the test ends")
 
 
 class SlowLane:
