@@ -8,6 +8,7 @@ and, in reception.py, workers that merge attention KV and, in mode pull, read.
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 
@@ -27,9 +28,9 @@ from .staging import STAGING_OPTION
 logger = logging.getLogger(__name__)
 
 FENCE_WARNING_SECONDS = 5.0
-"""A merge takes milliseconds; a fence that waits longer says so each time this has passed."""
+"""A merge takes milliseconds; a fence that waits longer says so each time this has passed, or once if for a device."""
 FENCE_POLL_SECONDS = 0.001
-"""Between looks at a device that copies a failed request's state."""
+"""Between looks at a device that copies a failed request's state, or empties its pages."""
 
 
 class DecodeSide(Reception):
@@ -206,15 +207,32 @@ class DecodeSide(Reception):
             inbox = self._current.pop(room, None)
             if inbox is None:
                 return
-            # Linear state that the device is still copying lies in units that would be given away, and pages that it is
-            # still emptying would be another request's.
-            while not inbox.emptied() or any(not done() for done, _ in inbox.state_enqueued):
-                self._quiet.wait(FENCE_POLL_SECONDS)
+            self._wait_for_device(inbox)
             outgoing = self._finish_state(inbox)
             while inbox.running:
                 if not self._quiet.wait(FENCE_WARNING_SECONDS):
                     logger.warning("room %d: waiting for a merge to end before its pages are freed", room)
         self._send(outgoing)
+
+    def _wait_for_device(self, inbox: Inbox) -> None:
+        """Until the device has carried out what it was given for the request. The lock is held, but while it waits.
+
+        Linear state that it is still copying lies in units that would be given away, and pages that it is still
+        emptying would be another request's.
+        """
+        told_at: float | None = time.monotonic() + FENCE_WARNING_SECONDS
+        while (emptying := not inbox.emptied()) or any(not done() for done, _ in inbox.state_enqueued):
+            if told_at is not None and time.monotonic() >= told_at:
+                told_at = None
+                logger.warning(
+                    "room %d: %s has waited %.0f s for its device to %s, and goes on waiting: pages and slot cannot be "
+                    "freed before; see whether the device is busy with other work or hangs",
+                    inbox.room,
+                    self.manifest.label,
+                    FENCE_WARNING_SECONDS,
+                    "empty the pages of its draft caches" if emptying else "copy its linear state",
+                )
+            self._quiet.wait(FENCE_POLL_SECONDS)
 
     def holds(self, room: int) -> bool:
         """Whether `open` was called for the room, and `settle` was not."""

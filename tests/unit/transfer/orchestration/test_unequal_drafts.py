@@ -7,6 +7,7 @@ import pytest
 
 from sglang_hetero.errors import MergeError, TransferRefused
 from sglang_hetero.layout import Role
+from sglang_hetero.transfer import decode
 from sglang_hetero.transfer.pieces import StateMode
 from tests.reshard_oracle.model import without_draft
 
@@ -85,8 +86,10 @@ class SlowLane:
         return self.arrived.is_set
 
 
-def test_pages_are_not_given_away_before_the_device_has_emptied_them(monkeypatch):
-    """Another request would find zeros over what it has begun to write."""
+@pytest.mark.parametrize("long", [False, True], ids=["in time", "long"])
+def test_pages_are_not_given_away_before_the_device_has_emptied_them(monkeypatch, caplog, long):
+    """Another request would find zeros over what it has begun to write. Whoever waits long for it says so, once."""
+    monkeypatch.setattr(decode, "FENCE_WARNING_SECONDS", 0.01 if long else 60.0)
     with World(PLAIN, (1, 1), decode_model=FOUR) as world:
         lane = SlowLane()
         monkeypatch.setattr(world.decode[0].side, "_forward", lane)
@@ -96,6 +99,12 @@ def test_pages_are_not_given_away_before_the_device_has_emptied_them(monkeypatch
         settled.start()
         settled.join(0.2)
         assert settled.is_alive()
+        said = [one.getMessage() for one in caplog.records if "for its device" in one.getMessage()]
+        assert len(said) == long
+        assert not long or (
+            said[0].startswith(f"room 1: {world.decode[0].side.manifest.label} has waited")
+            and "empty the pages of its draft caches" in said[0]
+        )
         lane.arrived.set()
         settled.join(10.0)
         assert not settled.is_alive()
