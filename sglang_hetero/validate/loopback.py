@@ -7,7 +7,6 @@ the registered part that nobody may touch.
 from __future__ import annotations
 
 import json
-import select
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from sglang_hetero.transfer.engine.native import NativeEngine
 
 from . import engines, peer
 from .child import Say
+from .hearer import Hearer
 from .stage import Settings
 
 MIB = 1 << 20
@@ -64,7 +64,9 @@ class _Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
+        self._hearer = Hearer(self._process)
         try:
             said = self.answer()
             if "error" in said:
@@ -96,12 +98,8 @@ class _Peer:
 
     def answer(self) -> dict[str, Any]:
         """The next thing that it says; native code may print lines of its own before. Raises NoEngine if it ends."""
-        assert self._process.stdout is not None
         deadline = time.monotonic() + PEER_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._process.stdout], [], [], left)[0]:
-                break
-            line = self._process.stdout.readline()
+        while (line := self._hearer.line(deadline)) is not None:
             if not line:
                 raise engines.NoEngine(f"the other process has ended with status {self._process.wait()}")
             if line.startswith("{"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from sglang_hetero.perf.records import PREFIX
 from sglang_hetero.transfer.pieces import StateMode
 
 from .child import Say
+from .hearer import Hearer
 from .stage import Settings
 
 MODEL, MTP = "tiny", 3
@@ -203,7 +203,12 @@ def _on_device(settings: Settings, name: str, mode: str, folder: Path) -> Iterat
     if mode:
         environment["SGLANG_HETERO_STATE"] = mode
     process = subprocess.Popen(
-        [settings.fleet, platform, name], stdout=subprocess.PIPE, text=True, env=environment, stdin=subprocess.DEVNULL
+        [settings.fleet, platform, name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
     )
     try:
         yield _ready(process, START_SECONDS[settings.device])
@@ -218,10 +223,9 @@ def _on_device(settings: Settings, name: str, mode: str, folder: Path) -> Iterat
 
 def _ready(process: subprocess.Popen[str], seconds: float) -> str:
     """The URL behind READY. Raises HeteroError if it does not come."""
-    assert process.stdout is not None
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0 and select.select([process.stdout], [], [], left)[0]:
-        line = process.stdout.readline()
+    hearer = Hearer(process)
+    while (line := hearer.line(deadline)) is not None:
         if not line:
             raise HeteroError(f"the fleet has ended with exit status {process.wait()}; {REMEDY}")
         if line.startswith("READY "):

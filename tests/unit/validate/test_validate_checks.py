@@ -237,7 +237,6 @@ def test_on_an_npu_the_modes_must_agree_and_the_undivided_server_is_told_of(tmp_
 FLEET = """#!/bin/sh
 echo "$@" $SGLANG_HETERO_STATE $SGLANG_HETERO_VERIFY $LAUNCH_MTP >"$LAUNCH_LOGS/said"
 trap 'echo stopped >>"$LAUNCH_LOGS/said"; exit 0' TERM
-echo a line of something else
 """
 
 
@@ -250,7 +249,8 @@ def fleet(folder, monkeypatch, rest):
 
 
 def test_servers_on_an_npu_are_those_of_the_scripts_and_are_stopped(tmp_path, monkeypatch):
-    given = fleet(tmp_path, monkeypatch, 'echo "READY http://here"\nwhile :; do sleep 0.1; done\n')
+    both = r"printf 'a line of something else\nREADY http://here\n'"  # one write: the second must not be left lying
+    given = fleet(tmp_path, monkeypatch, both + "\nwhile :; do sleep 0.1; done\n")
     logs = tmp_path / "logs"
     with serving._on_device(given, "p2_d1", "push", logs) as url:
         assert url == "http://here"
