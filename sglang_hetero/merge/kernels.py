@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoKernel(Exception):
-    """A kernel could not be started; `__cause__` says why."""
+    """A kernel cannot be built or loaded here; `__cause__` says why."""
 
 
 class Kernels:
@@ -44,7 +44,8 @@ class Kernels:
     def attempt(self, kernels: Callable[[], None], copies: Callable[[], None]) -> None:
         """Do the same by kernels or, where they cannot be had, by copies.
 
-        Copies do all of it again where only some of the kernels could be started: what a merge reads it does not write.
+        Copies do all of it again where only some of the kernels could be built: what a merge reads it does not write.
+        Raises what else a start raises: the request has failed, and the next one has kernels.
         """
         if self.usable:
             try:

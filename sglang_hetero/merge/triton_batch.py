@@ -76,7 +76,8 @@ class Launcher:
         grid = (min(self._programs or chip(dst.device).programs, len(launch.tiles)),)
         rows, cols = launch.block
         start(
-            triton_kernels.copy_tiles[grid],
+            triton_kernels.copy_tiles,
+            grid,
             dst,
             src,
             table,

@@ -126,14 +126,36 @@ def tile_shapes(itemsize: int, tile_bytes: int) -> list[tuple[int, int]]:
     return [tile_shape(2**width // itemsize, itemsize, tile_bytes) for width in widths]
 
 
-def start(kernel: Any, dst: torch.Tensor, *arguments: torch.Tensor, **figures: Any) -> None:
-    """Start a kernel that has been given its grid; the first time Triton builds it. Raises NoKernel if it cannot."""
+def start(kernel: Any, grid: tuple[int], dst: torch.Tensor, *arguments: torch.Tensor, **figures: Any) -> None:
+    """Start a kernel; the first time Triton builds it. Raises NoKernel if it cannot be built or loaded here.
+
+    What else goes wrong with a start (memory that the device does not have, a fault of an earlier kernel) says nothing
+    about the next one, and is raised as it is.
+    """
     # An NPU has no warps, and says so in its log.
     options = {"num_warps": WARPS} if dst.device.type == "cuda" else {}
     try:
-        kernel(dst, *arguments, **figures, **options)
-    except Exception as error:  # of Triton, of a compiler that it calls, or of what loads the result
+        kernel[grid](dst, *arguments, **figures, **options)
+    except Exception as error:
+        if _can_be_built(kernel, grid, dst, *arguments, **figures, **options):
+            raise
         raise NoKernel from error
+
+
+def _can_be_built(kernel: Any, grid: tuple[int], *arguments: torch.Tensor, **figures: Any) -> bool:
+    """Whether a kernel can be built and loaded here; it is not started.
+
+    Asked behind an error only, whose type does not tell: Triton, the compilers that it calls and what loads their
+    results raise RuntimeError, OSError and classes of their own, and a start that fails raises RuntimeError, too. What
+    has been built is in Triton's cache, so that only a build that fails is tried twice.
+    """
+    try:
+        built = kernel.warmup(*arguments, grid=grid, **figures)
+        if built is not None:  # Triton's interpreter builds nothing
+            built._init_handles()
+    except Exception:
+        return False
+    return True
 
 
 def _matrix_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +208,7 @@ def _start_all(
     launches = [_launch(dst, src, scatter=scatter, tokens=tokens) for dst, src in filled]
     for (dst, src), arguments in zip(filled, launches, strict=True):
         grid = (min(programs or chip(dst.device).programs, arguments["tasks"]),)
-        start(triton_kernels.copy_blocks[grid], bit_view(dst), bit_view(src), ids, **arguments)
+        start(triton_kernels.copy_blocks, grid, bit_view(dst), bit_view(src), ids, **arguments)
 
 
 def _launch(dst: torch.Tensor, src: torch.Tensor, *, scatter: bool, tokens: int | None) -> dict[str, int]:

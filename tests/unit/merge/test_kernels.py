@@ -21,8 +21,8 @@ SAID = "the merge's kernels cannot be built here"
 BUILD_FAILS = {"copy_tiles", "copy_blocks"}
 
 
-class Unbuildable:
-    """Stands for the module of the kernels. after: so many starts succeed before one cannot be built."""
+class Broken:
+    """Stands for the module of the kernels. after: so many starts succeed before one fails."""
 
     def __init__(self, after=0):
         self.real, self.starts, self.after = interpreted_kernels(), 0, after
@@ -41,6 +41,30 @@ class Unbuildable:
         if self.starts > self.after:
             raise RuntimeError(WHY)
         self.real.copy_tiles[grid](*arguments, **figures)
+
+
+class Unbuildable(Broken):
+    """Its kernels fail because they cannot be built."""
+
+    def warmup(self, *_, grid, **__):
+        raise RuntimeError(WHY)
+
+
+class Unloadable(Broken):
+    """They can be built, and the device does not take the result."""
+
+    def warmup(self, *_, grid, **__):
+        return self
+
+    def _init_handles(self):
+        raise RuntimeError(WHY)
+
+
+class Unstartable(Unloadable):
+    """Nothing is wrong with the kernels: another reason keeps one from being started."""
+
+    def _init_handles(self):
+        pass
 
 
 @pytest.fixture
@@ -65,14 +89,15 @@ WORLDS = {
 }
 
 
+@pytest.mark.parametrize("kind", [Unbuildable, Unloadable])
 @pytest.mark.parametrize("after", [0, 1], ids=["none-can-be-built", "the-second-cannot"])
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tp", [(2, 1), (1, 2), (2, 3)], ids=lambda tp: f"P{tp[0]}D{tp[1]}")
-def test_batches_come_out_right_and_one_line_says_why(here, caplog, *, world, tp, after):
+def test_batches_come_out_right_and_one_line_says_why(here, caplog, *, world, tp, after, kind):
     caplog.set_level(logging.WARNING)
     model, source, destination = WORLDS[world]
     with path("kernel"), pytest.MonkeyPatch.context() as monkeypatch:
-        unbuildable = Unbuildable(after)
+        unbuildable = kind(after)
         monkeypatch.setattr(triton_batch, "triton_kernels", unbuildable)
         monkeypatch.setattr(batch, "_on_cpu", partial(batch.by_kernels, triton_batch.Launcher(2)))
         for tokens in (7, 9):  # `serve` compares every byte of every destination
@@ -134,12 +159,35 @@ def test_without_triton_there_are_copies_from_the_start(here, monkeypatch, caplo
     assert batch._launcher() is None
 
 
+def test_a_start_that_fails_for_another_reason_costs_its_batch_only(here, monkeypatch, caplog):
+    """A device that is out of memory, say: copies would hide it, and no later batch would have kernels."""
+    launcher = triton_batch.Launcher(2)
+    broken = Unstartable()
+    shapes = [Shape(page_size=4, formats={Role.CONV: CHANNELS_FIRST}) for _ in range(2)]
+    with path("kernel"), pytest.MonkeyPatch.context() as inner:
+        inner.setattr(triton_batch, "triton_kernels", broken)
+        inner.setattr(batch, "_on_cpu", partial(batch.by_kernels, launcher))
+        inner.setattr(batch, "copy_strided", lambda *_: pytest.fail("copied"))
+        with pytest.raises(RuntimeError, match=WHY):
+            serve(MODEL, *zip((2, 1), shapes, strict=True), Request(7))
+    assert here.usable and broken.starts == 1 and not said(caplog)
+
+
 def test_what_a_kernel_raises_is_kept_as_the_cause():
-    def kernel(*_, **__):
-        raise OSError(WHY)
+    """Not what its second build raises: of triton-ascend that may be no more than that it has failed before."""
+
+    class Kernel:
+        def __getitem__(self, _):
+            return self.start
+
+        def start(self, *_, **__):
+            raise OSError(WHY)
+
+        def warmup(self, *_, **__):
+            raise Exception("already failed once")
 
     with pytest.raises(NoKernel) as caught:
-        triton_ops.start(kernel, torch.zeros(1))
+        triton_ops.start(Kernel(), (1,), torch.zeros(1))
     assert isinstance(caught.value.__cause__, OSError)
 
 
