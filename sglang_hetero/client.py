@@ -9,11 +9,14 @@ from typing import Any
 
 import requests
 
+from sglang_hetero import answers
 from sglang_hetero.errors import HeteroError
 
 # A streamed line may take as long as a prefill of the longest prompt on a busy machine.
 READ_SECONDS = 300.0
 CONNECT_SECONDS = 10.0
+# Of an answer: beyond every context length.
+MAX_TOKENS = 1 << 24
 # Characters of a wrong answer that an error quotes.
 SHOWN = 500
 
@@ -67,24 +70,22 @@ class Client:
     @contextlib.contextmanager
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[requests.Response]:
         """The response to a POST, not yet read; raises `RequestFailed` for whatever is no proper answer."""
-        with requests.Session() as session:
-            session.trust_env = False  # a proxy of the environment must not see loopback
-            try:
-                response = session.post(
-                    f"{self.url}{path}", json=body, stream=True, timeout=(CONNECT_SECONDS, READ_SECONDS)
-                )
-                if response.status_code != requests.codes.ok:
-                    raise self._failed(path, f"HTTP {response.status_code}: {response.text[:SHOWN]}")
-                yield response
-            except requests.RequestException as error:
-                raise self._failed(path, error) from error
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                # The answer is JSON, but not what SGLang 0.5.23 says, or no JSON at all.
-                raise self._failed(path, f"unexpected answer: {type(error).__name__}: {error}") from error
+        try:
+            with answers.asked(
+                "POST", f"{self.url}{path}", body=body, timeout=(CONNECT_SECONDS, READ_SECONDS)
+            ) as reply:
+                if reply.status_code != requests.codes.ok:
+                    raise self._failed(path, f"HTTP {reply.status_code}: {answers.begin(reply, SHOWN)}")
+                yield reply
+        except answers.BROKEN as error:
+            raise self._failed(path, error) from error
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            # The answer is JSON, but not what SGLang 0.5.23 says, or no JSON at all.
+            raise self._failed(path, f"unexpected answer: {type(error).__name__}: {error}") from error
 
     def _events(self, path: str, response: requests.Response) -> Iterator[dict[str, Any]]:
         """The data objects of a server-sent-event stream up to [DONE]."""
-        for line in response.iter_lines():
+        for line in answers.lines(response):
             if not line:
                 continue
             if not line.startswith(b"data:"):
@@ -121,9 +122,13 @@ class Client:
         last: dict[str, Any] = {}
         ids: list[int] = []
         with self._post(path, body) as response:
-            for event in [response.json()] if logprobs else self._events(path, response):
+            for event in (
+                [json.loads(answers.whole(response, READ_SECONDS))] if logprobs else self._events(path, response)
+            ):
                 last = event
                 ids = _join(ids, event["output_ids"], event["meta_info"]["completion_tokens"])
+                if len(ids) > MAX_TOKENS:
+                    raise self._failed(path, f"more than {MAX_TOKENS} tokens, of which {tokens} were asked for")
             seconds = time.perf_counter() - start
             meta = last["meta_info"]
             self._finished(path, meta["finish_reason"])
@@ -157,6 +162,8 @@ class Client:
                 for choice in event["choices"]:
                     text += choice["delta"].get("content") or ""
                     reason = choice.get("finish_reason") or reason
+                if len(text) > answers.MAX_ANSWER_BYTES:
+                    raise self._failed(path, f"a text of more than {answers.MAX_ANSWER_BYTES} characters")
             seconds = time.perf_counter() - start
             self._finished(path, reason)
             return Generation(text, [], usage["prompt_tokens"], usage["completion_tokens"], seconds)

@@ -6,22 +6,20 @@ Whatever it answers is bounded and checked; what is no proper answer raises Accu
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 import requests
-from urllib3.exceptions import HTTPError
 
+from sglang_hetero import answers
 from sglang_hetero.errors import AccuracyError
 from sglang_hetero.layout.checks import shorten
 
 CONNECT_SECONDS = 10.0
 MAX_ANSWER = 4 << 20
 """Bytes. An answer has some dozens of tokens; a list of models is the longest that is asked for."""
-PIECE = 1 << 16
 SHOWN = 300
 """Characters of a wrong answer that an error quotes."""
 NO_SUCH_PATH = (requests.codes.not_found, requests.codes.method_not_allowed, requests.codes.not_implemented)
@@ -193,33 +191,19 @@ class Endpoint:
             return None
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        """Status and body, read in pieces so that neither its length nor a trickle of bytes is without bound."""
-        end = time.monotonic() + self.seconds
-        # What is compressed could grow beyond every bound.
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        data = bytearray()
+        """Status and body."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        timeout = (min(CONNECT_SECONDS, self.seconds), self.seconds)
         try:
-            with requests.Session() as session:
-                session.trust_env = False  # a proxy of the environment must not see loopback
-                request = session.prepare_request(
-                    requests.Request(method, f"{self.url}{path}", headers=headers, json=body)
-                )
-                # Not session.send: it would follow a redirection, or read all of its body, however long.
-                with session.get_adapter(self.url).send(
-                    request, stream=True, timeout=(min(CONNECT_SECONDS, self.seconds), self.seconds)
-                ) as reply:
-                    # Without read1 (urllib3 1) a piece is only whole when PIECE bytes have come.
-                    read = getattr(reply.raw, "read1", reply.raw.read)
-                    while piece := read(PIECE, decode_content=False):
-                        data += piece
-                        if len(data) > MAX_ANSWER:
-                            raise AccuracyError(f"{self.url}{path}: the answer is longer than {MAX_ANSWER} bytes")
-                        if time.monotonic() > end:
-                            raise AccuracyError(f"{self.url}{path}: no whole answer in {self.seconds:g} s (--timeout)")
-                    return reply.status_code, bytes(data)
+            with answers.asked(method, f"{self.url}{path}", timeout=timeout, headers=headers, body=body) as reply:
+                return reply.status_code, answers.whole(reply, self.seconds, MAX_ANSWER)
+        except answers.TooLong as error:
+            raise AccuracyError(f"{self.url}{path}: {error}") from None
+        except answers.TooLate as error:
+            raise AccuracyError(f"{self.url}{path}: {error} (--timeout)") from None
         except requests.Timeout:
             raise AccuracyError(f"{self.url}{path}: no answer in {self.seconds:g} s (--timeout)") from None
-        except (requests.RequestException, HTTPError, OSError, ValueError) as error:
+        except (*answers.BROKEN, ValueError) as error:
             raise AccuracyError(
                 f"{self.url}{path}: no answer: {shorten(str(error), SHOWN)}; is a server or router running there?"
             ) from None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import requests
 
+from sglang_hetero import answers
 from sglang_hetero.discovery.record import MAX_DESCRIPTION_BYTES, Instance, clean_url, decode_description
 from sglang_hetero.errors import HeteroError, PeerAway
 from sglang_hetero.layout.component import Item
@@ -34,14 +35,10 @@ def ask(url: str, key: str | None) -> Known:
     address = clean_url(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with requests.Session() as session:
-            session.trust_env = False  # a proxy of the environment must not see loopback
-            with session.get(
-                f"{address}{INSTANCE_PATH}", headers=headers, timeout=SECONDS, stream=True, allow_redirects=False
-            ) as reply:
-                data: bytes = reply.raw.read(MAX_DESCRIPTION_BYTES + 1, decode_content=True)
-                status = reply.status_code
-    except (requests.RequestException, OSError, ValueError) as error:
+        with answers.asked("GET", f"{address}{INSTANCE_PATH}", headers=headers, timeout=(SECONDS, SECONDS)) as reply:
+            data = answers.whole(reply, SECONDS, MAX_DESCRIPTION_BYTES)
+            status = reply.status_code
+    except (*answers.BROKEN, ValueError) as error:
         raise PeerAway(f"no answer: {error}; is it started, and this its own URL?") from None
     if status == requests.codes.unauthorized:
         raise PeerAway("it wants its API key: give --api-key")

@@ -8,14 +8,13 @@ import sys
 
 import requests
 
+from sglang_hetero import answers
 from sglang_hetero.errors import StateError
 
 from .report import Report, State, decode_state
 
 PATH = "/hetero/state"
 TIMEOUT_SECONDS = 10.0
-MAX_ANSWER = 64 << 20
-"""Bytes: a server of a thousand ranks with a thousand requests in doubt is far below."""
 KEY = "SGLANG_API_KEY"
 MIB = 1 << 20
 SHOWN = 300
@@ -81,12 +80,10 @@ def _ask(url: str, key: str | None) -> bytes:
     """The answer of one server. Raises StateError with the remedy."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with requests.Session() as session:
-            session.trust_env = False  # a proxy of the environment must not see loopback
-            with session.get(f"{url}{PATH}", headers=headers, timeout=TIMEOUT_SECONDS, stream=True) as reply:
-                data: bytes = reply.raw.read(MAX_ANSWER + 1, decode_content=True)
-                status = reply.status_code
-    except (requests.RequestException, OSError, ValueError) as error:
+        with answers.asked("GET", f"{url}{PATH}", headers=headers, timeout=(TIMEOUT_SECONDS, TIMEOUT_SECONDS)) as reply:
+            data = answers.whole(reply, TIMEOUT_SECONDS)
+            status = reply.status_code
+    except (*answers.BROKEN, ValueError) as error:
         raise StateError(f"no answer: {error}") from None
     if status == requests.codes.unauthorized:
         raise StateError(f"it wants its API key: give --api-key, or set {KEY}")
@@ -97,8 +94,6 @@ def _ask(url: str, key: str | None) -> bytes:
         )
     if status != requests.codes.ok:
         raise StateError(f"HTTP {status}: {data[:SHOWN].decode(errors='replace')}")
-    if len(data) > MAX_ANSWER:
-        raise StateError(f"the answer is longer than {MAX_ANSWER} bytes")
     return data
 
 
