@@ -1,9 +1,11 @@
 # shellcheck shell=bash
-# What is particular to Ascend NPUs. Sourced by serve.sh; launch/README.md says what was tried and what was not.
+# What is particular to Ascend NPUs. Sourced by serve.sh and validate.sh; launch/README.md says what was tried.
 
 # Ranks of a server exchange activations by HCCL; prefill and decode exchange caches by MemFabric.
 # shellcheck disable=SC2034 # serve.sh reads it
 transfer_backend=ascend
+# shellcheck disable=SC2034 # validate.sh reads it, too
+platform_device=npu
 
 platform_settings() {
     # SGLang's own default on NPUs, and the block size of the seed. Equal on both sides.
@@ -18,6 +20,14 @@ platform_settings() {
         done
         set -u
     fi
+}
+
+# What a host must have been told before anything is started there.
+platform_check() {
+    case ${LAUNCH_CHIP:-} in
+    910b | a3) export LAUNCH_CHIP ;;
+    *) die "LAUNCH_CHIP=${LAUNCH_CHIP:-}: must be 910b (Atlas 800I A2) or a3 (Atlas 800I A3)" ;;
+    esac
 }
 
 # platform_environment ROLE
@@ -37,10 +47,10 @@ platform_environment() {
     fi
     [ "$1" != mixed ] || return 0
     # MemFabric's way between NPUs: over the RoCE ports of a 910B, over the HCCS fabric of an A3.
-    case ${LAUNCH_CHIP:-} in
+    platform_check
+    case $LAUNCH_CHIP in
     910b) environment ASCEND_MF_TRANSFER_PROTOCOL device_rdma ;;
     a3) environment ASCEND_MF_TRANSFER_PROTOCOL sdma ;;
-    *) die "LAUNCH_CHIP=${LAUNCH_CHIP:-}: must be 910b (Atlas 800I A2) or a3 (Atlas 800I A3)" ;;
     esac
     # MemFabric's config store, an address and no name. SGLang's prefill makes one there, unless store.sh runs. With
     # MemFabric 1.0 the engines find each other there; from 1.1.6 on they take no more than its tcp:// (docs/ascend.md).
@@ -57,7 +67,7 @@ platform_environment() {
 
 platform_options() {
     options+=(
-        --device npu
+        --device "$platform_device"
         # The only attention of SGLang on NPUs.
         --attention-backend ascend
         # The decode kernel of gated-delta-net layers takes the SSM states for bf16 whatever they are and checks nothing

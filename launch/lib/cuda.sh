@@ -1,13 +1,20 @@
 # shellcheck shell=bash
-# What is particular to NVIDIA GPUs. Sourced by serve.sh; launch/README.md says what was tried and what was not.
+# What is particular to NVIDIA GPUs. Sourced by serve.sh and validate.sh; launch/README.md says what was tried.
 
 # shellcheck disable=SC2034 # serve.sh reads it
 transfer_backend=mooncake
+# shellcheck disable=SC2034 # validate.sh reads it, too
+platform_device=cuda
 
 platform_settings() {
     # Caches are sent in pages: with SGLang's default, pages of one token, a prompt would have as many pieces as tokens.
     # Equal on both sides.
     setting LAUNCH_PAGE 64
+}
+
+# What a host must have been told before anything is started there: nothing.
+platform_check() {
+    :
 }
 
 platform_environment() {
@@ -20,7 +27,7 @@ platform_environment() {
 
 # platform_options ROLE
 platform_options() {
-    options+=(--device cuda)
+    options+=(--device "$platform_device")
     if [ "$1" = prefill ]; then
         # No graphs for prompts: a replayed graph hides its layers, and each layer's caches could be sent only at the
         # end of the chunk (docs/transfer.md). Chunks of thousands of tokens gain little from a graph.

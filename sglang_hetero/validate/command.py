@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   sglang-hetero validate --device cpu --quick
   sglang-hetero validate --only kernels --only environment
   LAUNCH_CHIP=910b launch/ascend/validate.sh          the same on a host with NPUs
+  launch/cuda/validate.sh                             the same on a host with GPUs
 
 A line for each thing: ok, warn, fail or skip, the figure, and what to do. Exit status 1 if any fails. Each stage runs
 in a process of its own with a time limit; one that crashes or hangs fails, and the others go on. docs/validate.md."""

@@ -76,7 +76,8 @@ def obstacle(stage: Stage, settings: Settings) -> str:
         return "left out by --quick"
     if stage.servers and device != "cpu" and not settings.fleet:
         return (
-            "it starts servers with launch/lib/fleet.sh, which was not given: use --fleet, or launch/ascend/validate.sh"
+            "it starts servers with launch/lib/fleet.sh, which was not given: use --fleet, or the validate.sh of "
+            "launch/ascend or launch/cuda"
         )
     return ""
 
