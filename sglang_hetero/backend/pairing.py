@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from sglang_hetero.backend.options import Mode
 from sglang_hetero.layout.component import Component, Role
+from sglang_hetero.layout.geometry import ModelGeometry
 from sglang_hetero.layout.manifest import Manifest
 
 
@@ -54,8 +55,10 @@ class Here:
     """What this rank knows of itself. tp: attention TP size. Lengths are bytes, of one page or slot.
 
     kv_dtype: SGLang's name, as in its bootstrap route. kv_heads: of the whole model, 0 where every rank has the same
-    latent rows. pp: pipeline stages; this rank then has the layers of one of them. kv_item_lens: of every attention KV
-    buffer, the draft's last. state_item_lens, state_dims: of every buffer of the linear state, as SGLang registers them
+    latent rows. pp: pipeline stages; this rank then has the layers of one of them. kv_buffers_at_decode: with stages,
+    how many attention KV buffers a decode rank may have that speculates alike; empty if not known. kv_item_lens: of
+    every attention KV buffer, the draft's last. state_item_lens, state_dims: of every buffer of the linear state, as
+    SGLang registers them
     (KVArgs). unsupported: why our path cannot serve this server at all (support.py), empty if it can.
     """
 
@@ -66,6 +69,7 @@ class Here:
     kv_heads: int
     conv: Conv
     pp: int = 1
+    kv_buffers_at_decode: tuple[int, ...] = ()
     kv_item_lens: tuple[int, ...] = ()
     state_item_lens: tuple[int, ...] = ()
     state_dims: tuple[int, ...] = ()
@@ -142,6 +146,25 @@ def same_layouts(sources: Sequence[Manifest], destination: Manifest) -> bool:
     return theirs == dict(_by_layer(destination))
 
 
+def kv_buffers_at_decode(manifest: Manifest, model: ModelGeometry, buffers: int, *, drafts: bool) -> tuple[int, ...]:
+    """How many attention KV buffers a decode rank has that speculates as this prefill server does; empty if unknown.
+
+    manifest: of a pipeline stage of prefill, which has `buffers`, the draft's included. drafts: the server speculates.
+    """
+    own = sum(len(component.layers) for component in manifest.components if component.role in _ONE_PER_LAYER)
+    # SGLang's pools keep K and V apart, or latent rows whole, or those in parts: as many buffers for each layer.
+    if not own or buffers % own:
+        return ()
+    per_layer = buffers // own
+    if drafts:
+        # Of all layers: SGLang's decode has stages, as many as prefill, only where it does not speculate.
+        return (per_layer * (len(model.attention_layers) + len(model.draft_layers)),)
+    return per_layer * len(model.attention_layers), buffers
+
+
+_ONE_PER_LAYER = (Role.TARGET_KEY, Role.TARGET_LATENT, Role.DRAFT_KEY, Role.DRAFT_LATENT)
+
+
 def _by_layer(manifest: Manifest) -> Iterable[tuple[tuple[Role, int], Component]]:
     """Each layer's part of each component, without what may differ: where it lies and how many items there are."""
     for component in manifest.components:
@@ -214,10 +237,11 @@ def _cut_fault(here: Here, peer: Route | Registration) -> str | None:
 
 def _entry_fault(here: Here, peer: Registration) -> str | None:
     """What upstream would copy to the wrong place, or fail at in its transfer thread, as the sizes of entries show."""
-    if here.pp == 1 and peer.kv_buffers != len(here.kv_item_lens):
+    known = here.kv_buffers_at_decode if here.pp > 1 else (len(here.kv_item_lens),)
+    if known and peer.kv_buffers not in known:
         return (
-            f"{len(here.kv_item_lens)} attention KV buffers here, {peer.kv_buffers} at {peer.name}: is speculative "
-            "decoding the same on both sides?"
+            f"{known[0]} attention KV buffers here{' in all stages' if here.pp > 1 else ''}, {peer.kv_buffers} at "
+            f"{peer.name}: is speculative decoding the same on both sides?"
         )
     theirs = peer.kv_item_lens or (peer.kv_item_len,)
     wanted = [_page_bytes_at(peer.tp, mine, here) for mine in here.kv_item_lens]

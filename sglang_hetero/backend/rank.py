@@ -21,7 +21,7 @@ from sglang_hetero.transfer.memory import memory_of
 
 from .conv_axis import conv_of
 from .first_token import described
-from .pairing import Conv, Here
+from .pairing import Conv, Here, kv_buffers_at_decode
 from .support import reasons, sglang_reader
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
         queue.token_to_kv_pool,
         queue.metadata_buffers,
         queue.req_to_metadata_buffer_idx_allocator.size,
-        _here(f"{side} {coordinates} ({host})", queue, kv_args, coordinates, tuple(unsupported)),
+        _here(f"{side} {coordinates} ({host})", queue, kv_args, coordinates, manifest, unsupported=tuple(unsupported)),
         device,
         coordinates,
         manifest,
@@ -141,7 +141,15 @@ def _host() -> str:
     return str(NetworkAddress(get_local_ip_auto(), get_serving().port).to_host_port_str())
 
 
-def _here(name: str, queue: Any, kv_args: Any, coordinates: Coordinates, unsupported: tuple[str, ...]) -> Here:
+def _here(
+    name: str,
+    queue: Any,
+    kv_args: Any,
+    coordinates: Coordinates,
+    manifest: Manifest | None,
+    *,
+    unsupported: tuple[str, ...],
+) -> Here:
     mamba = _mamba_pool(queue)
     return Here(
         name=name,
@@ -153,8 +161,19 @@ def _here(name: str, queue: Any, kv_args: Any, coordinates: Coordinates, unsuppo
         else queue.scheduler.model_config.get_total_num_kv_heads(),
         conv=Conv.NONE if mamba is None else conv_of(mamba, coordinates.tp_size),
         pp=coordinates.pp_size,
+        kv_buffers_at_decode=_kv_buffers_at_decode(queue, kv_args, coordinates, manifest),
         kv_item_lens=tuple(kv_args.kv_item_lens),
         state_item_lens=tuple(length for lengths in kv_args.state_item_lens for length in lengths),
         state_dims=tuple(dim for dims in getattr(kv_args, "state_dim_per_tensor", None) or () for dim in dims),
         unsupported=unsupported,
     )
+
+
+def _kv_buffers_at_decode(
+    queue: Any, kv_args: Any, coordinates: Coordinates, manifest: Manifest | None
+) -> tuple[int, ...]:
+    if manifest is None or coordinates.pp_size == 1:
+        return ()
+    model = geometry_from_config(queue.scheduler.model_config.hf_config)
+    drafts = not queue.scheduler.spec_algorithm.is_none()
+    return kv_buffers_at_decode(manifest, model, len(kv_args.kv_item_lens), drafts=drafts)

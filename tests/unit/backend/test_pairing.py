@@ -6,13 +6,44 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from sglang_hetero.backend.options import Mode
-from sglang_hetero.backend.pairing import Conv, Here, Path, Registration, Route, decide, same_layouts
+from sglang_hetero.backend.pairing import (
+    Conv,
+    Here,
+    Path,
+    Registration,
+    Route,
+    decide,
+    kv_buffers_at_decode,
+    same_layouts,
+)
 from sglang_hetero.layout import Role
+from sglang_hetero.layout.config import geometry_from_config
+from sglang_hetero.layout.manifest import Coordinates, Side
 from sglang_hetero.layout.row import Column
+from sglang_hetero.layout.synthetic import PoolOptions, manifest
+from sglang_hetero.models import spec
+from sglang_hetero.models.config import model_config
 from tests.reshard_oracle.handover import prefill_ranks
 from tests.reshard_oracle.pair import MODEL, SHAPE, decode, prefill, with_component
 from tests.reshard_oracle.rank import CHANNELS_FIRST, WINDOW_FIRST, Shape
 
+KIMI = {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 8,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "linear_attn_config": {
+        "num_heads": 4,
+        "head_dim": 8,
+        "short_conv_kernel_size": 4,
+        "kda_layers": [1, 2, 3, 5, 6, 7],
+        "full_attn_layers": [4, 8],
+    },
+}
+GEOMETRIES = {"tiny": geometry_from_config(model_config(spec("tiny"))), "kimi": geometry_from_config(KIMI)}
+ONE_PER_LAYER = {Role.TARGET_KEY, Role.TARGET_LATENT, Role.DRAFT_KEY, Role.DRAFT_LATENT}
 KV_HEADS, PAGE, KEY_BYTES = 4, 64, 32
 CHANNELS, SSM_HEADS, HEAD_BYTES, CONV_BYTES = 64, 8, 256, 2
 LAYERS, KV_BUFFERS = 2, 4
@@ -194,6 +225,46 @@ def test_a_pipeline_stage_has_some_of_the_buffers():
     assert decide(Mode.AUTO, stage, registration(1), capable=False).path is Path.UPSTREAM
     check_refusal(decide(Mode.AUTO, stage, registration(1, rows=6), capable=False), "slots of a linear-state")
     check_refusal(decide(Mode.AUTO, stage, registration(1, rows=6, window_cut=True), capable=False), "axis of 6 or 8")
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("family", "per_layer"), [("tiny", 2), ("kimi", 1)])
+@pytest.mark.parametrize("drafts", [(False, True), (True, False), (True, True), (False, False)], ids=str)
+def test_speculation_on_one_side_is_seen_by_a_pipeline_stage(stages, family, per_layer, drafts):
+    """By every stage that has attention layers, though each has some of the buffers, and the last one the draft's."""
+    model = GEOMETRIES[family]
+    alike = drafts[0] == drafts[1] or not model.draft_layers
+    theirs = per_layer * (len(model.attention_layers) + len(model.draft_layers) * drafts[1])
+    ours = per_layer * (len(model.attention_layers) + len(model.draft_layers) * drafts[0])
+    stages_with_attention = 0
+    for stage in range(stages):
+        one = manifest(model, Side.PREFILL, Coordinates(pp_rank=stage, pp_size=stages), PoolOptions(), draft=drafts[0])
+        own = per_layer * sum(len(c.layers) for c in one.components if c.role in ONE_PER_LAYER)
+        known = kv_buffers_at_decode(one, model, own, drafts=drafts[0])
+        if not own:
+            assert known == ()
+            continue
+        stages_with_attention += 1
+        rank = here(2, pp=stages, kv_buffers_at_decode=known, kv_item_lens=here(2).kv_item_lens[:1] * own)
+        decision = decide(Mode.OFF, rank, registration(2, kv_buffers=theirs), capable=True)
+        if alike:
+            assert decision.path is Path.UPSTREAM, decision.reason
+        else:
+            words = f"{ours} attention KV buffers here in all stages, {theirs} at B: is speculative"
+            check_refusal(decision, words, "remove SGLANG_HETERO=off")
+        if not drafts[0]:  # decode with as many stages, which never speculates
+            same = decide(Mode.OFF, rank, registration(2, kv_buffers=own), capable=True)
+            assert same.path is Path.UPSTREAM, same.reason
+    assert stages_with_attention == 2
+
+
+def test_buffers_that_no_rule_explains_are_not_counted():
+    model = GEOMETRIES["tiny"]
+    one = manifest(model, Side.PREFILL, Coordinates(pp_rank=1, pp_size=2), PoolOptions())
+    assert kv_buffers_at_decode(one, model, 4, drafts=True) == (6,)
+    assert kv_buffers_at_decode(one, model, 3, drafts=True) == ()
+    stage = here(2, pp=2)
+    assert decide(Mode.OFF, stage, registration(2, kv_buffers=KV_BUFFERS + 2), capable=True).path is Path.UPSTREAM
 
 
 @pytest.mark.parametrize("mode", Mode)
