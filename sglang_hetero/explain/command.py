@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,10 +10,10 @@ from sglang_hetero.errors import HeteroError, TopologyError
 from sglang_hetero.layout.axes import cut_size
 from sglang_hetero.layout.checks import shorten
 from sglang_hetero.layout.component import ITEMSIZE
-from sglang_hetero.layout.config import config_fingerprint, geometry_from_config
+from sglang_hetero.layout.config import arithmetic_dtype, config_fingerprint, geometry_from_config, hidden_size
 from sglang_hetero.layout.geometry import LatentAttention, ModelGeometry
 from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
-from sglang_hetero.layout.synthetic import PoolOptions, manifest
+from sglang_hetero.layout.synthetic import PoolOptions, first_token_row, manifest
 from sglang_hetero.layout.window import ConvLayout
 from sglang_hetero.reshard import plan
 from sglang_hetero.reshard.bind import chunk_pages
@@ -36,6 +37,8 @@ INPUTS = (
     "scattered",
     "conv_layout",
     "mtp",
+    "prefill_mtp",
+    "decode_mtp",
     "kv_dtype",
     "conv_dtype",
     "ssm_dtype",
@@ -49,6 +52,7 @@ EXAMPLES = """examples:
   sglang-hetero explain --model qwen35-2b-cache --prefill-tp 2 --decode-tp 1 --tokens 18592 --scattered --json
   sglang-hetero explain --model ./Qwen3-Next-80B-A3B --prefill-tp 8 --decode-tp 2 --tokens 32768
   sglang-hetero explain --model ./Kimi-Linear/config.json --prefill-tp 4 --prefill-pp 2 --decode-tp 1 --tokens 4096
+  sglang-hetero explain --model qwen35-2b-cache --prefill-tp 2 --decode-tp 1 --tokens 18592 --prefill-mtp 0
   sglang-hetero explain --model Qwen3.5-35B-A3B --prefill-tp 4 --decode-tp 2 --tokens 18592 --roofline 910B
 
 Nothing is started and no weights are read: a checkpoint's config.json is enough. Descriptors are counted for pages in
@@ -99,6 +103,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="DEPTH",
         help="draft steps, as --speculative-num-steps; 0 for none (default %(default)s)",
     )
+    for side in Side:
+        parser.add_argument(
+            f"--{side}-mtp",
+            type=_depth,
+            metavar="DEPTH",
+            help=f"the same of {side}, where the two differ (docs/speculation.md)",
+        )
     for name, dtype in (("kv", "bfloat16"), ("conv", "bfloat16"), ("ssm", "float32")):
         parser.add_argument(
             f"--{name}-dtype",
@@ -137,7 +148,7 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
     """Manifests on paper, a plan for each decode rank, and what it comes to for one request."""
     _check(arguments)
     config = checkpoint.read(arguments.model)
-    geometry, fingerprint = geometry_from_config(config), config_fingerprint(config)
+    geometry = geometry_from_config(config)
     layers = {*geometry.attention_layers, *geometry.linear_layers}
     if arguments.prefill_pp > len(layers):
         raise HeteroError(f"--prefill-pp {arguments.prefill_pp}: the model has only {len(layers)} layers")
@@ -146,11 +157,18 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
             f"--chunk {arguments.chunk} is no multiple of --page {arguments.page}: prefill sends whole pages; choose "
             "one that is"
         )
+    npu = arguments.conv_layout == ConvLayout.WINDOW_FIRST.value
     if isinstance(geometry.attention, LatentAttention):
         # Kimi-Linear's states are [window, channels] everywhere (sglang/srt/configs/mamba_utils.py).
         arguments.conv_layout = ConvLayout.WINDOW_FIRST.value
     if not geometry.draft_layers:
         arguments.mtp = 0
+    for side in Side:
+        depth = getattr(arguments, f"{side}_mtp")
+        if depth and not geometry.draft_layers:
+            raise HeteroError(f"--{side}-mtp {depth}: the model has no MTP layer; use --{side}-mtp 0 or another model")
+        if depth is None:
+            setattr(arguments, f"{side}_mtp", arguments.mtp)
     chunks = chunk_pages(arguments.tokens, arguments.chunk, arguments.page)
     pages = chunks[-1].stop
     # Every second page: no page of the request follows another one.
@@ -159,20 +177,17 @@ def _explain(arguments: argparse.Namespace) -> Explanation:
         page_size=arguments.page,
         pages=int(ids[-1]),
         conv_layout=ConvLayout(arguments.conv_layout),
-        draft_rows=arguments.mtp,
         kv_dtype=arguments.kv_dtype,
         conv_dtype=arguments.conv_dtype,
         ssm_dtype=arguments.ssm_dtype,
     )
     _check_tp(geometry, arguments)
+    paper = _Paper(config, geometry, options, npu=npu, drafts=max(arguments.prefill_mtp, arguments.decode_mtp) > 0)
     prefill = [
-        _manifest(geometry, Side.PREFILL, place, options, fingerprint, draft=arguments.mtp > 0)
+        paper.manifest(Side.PREFILL, place, arguments.prefill_mtp)
         for place in _places(arguments.prefill_tp, arguments.prefill_pp)
     ]
-    decode = [
-        _manifest(geometry, Side.DECODE, place, options, fingerprint, draft=arguments.mtp > 0)
-        for place in _places(arguments.decode_tp, 1)
-    ]
+    decode = [paper.manifest(Side.DECODE, place, arguments.decode_mtp) for place in _places(arguments.decode_tp, 1)]
     plans = [plan(prefill, rank) for rank in decode]
     request = Request(pages=ids, slot=SLOT, tokens=arguments.tokens, chunks=chunks)
     return explain(plans, request)
@@ -204,10 +219,33 @@ def _places(tp: int, pp: int) -> list[Coordinates]:
     ]
 
 
-def _manifest(
-    model: ModelGeometry, side: Side, place: Coordinates, options: PoolOptions, fingerprint: str, *, draft: bool
-) -> Manifest:
-    return manifest(model, side, place, options, host="on paper", fingerprint=fingerprint, draft=draft)
+class _Paper:
+    """The manifests of two servers of one model, which may differ in their depth of speculation."""
+
+    def __init__(
+        self, config: object, geometry: ModelGeometry, options: PoolOptions, *, npu: bool, drafts: bool
+    ) -> None:
+        """drafts: one of the two speculates. Then their rows with the first token are known if the model says how large
+        a hidden state is."""
+        self._geometry, self._options, self._npu = geometry, options, npu
+        self._fingerprint = config_fingerprint(config)
+        size = hidden_size(config) if drafts else None
+        self._hidden = None if size is None else (size, arithmetic_dtype(config))
+        self._row_known = not drafts or size is not None
+
+    def manifest(self, side: Side, place: Coordinates, depth: int) -> Manifest:
+        """One rank's."""
+        hidden = self._hidden if depth else None
+        return manifest(
+            self._geometry,
+            side,
+            place,
+            replace(self._options, draft_rows=depth),
+            host="on paper",
+            fingerprint=self._fingerprint,
+            draft=depth > 0,
+            row=first_token_row(hidden, npu=self._npu) if self._row_known else (),
+        )
 
 
 def _check(arguments: argparse.Namespace) -> None:

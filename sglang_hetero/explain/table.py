@@ -37,6 +37,10 @@ def show(explanation: Explanation) -> None:
     console.print(_parts(explanation))
     console.print(LEGEND)
     console.print()
+    for line in speculation(explanation):
+        console.print(line)
+    if any(column.differs for column in explanation.row):
+        console.print(_row(explanation))
     for rank, fingerprint in enumerate(explanation.fingerprints):
         console.print(f"Plan of decode {rank} (both sides must come to the same): {fingerprint}")
     console.print()
@@ -47,6 +51,28 @@ def show(explanation: Explanation) -> None:
     )
     for fault in stock.faults:
         console.print(f"Wrong there: {fault}.", style="yellow")
+
+
+def speculation(explanation: Explanation) -> list[str]:
+    """What differs between the two sides' speculation, and what comes of it, in sentences; none if it is the same."""
+    said = []
+    if explanation.unequal_drafts:
+        said.append(f"Speculation on one side only: {explanation.unequal_drafts}.")
+        if not explanation.row:
+            said.append("The row with the first token: not known, the configuration does not say hidden_size.")
+    slots = explanation.slot_rows
+    if slots and slots.prefill != slots.decode:
+        said.append(
+            f"Conv slots have {slots.prefill} rows on prefill and {slots.decode} on decode: the last {slots.live} of "
+            "them travel, decode's others keep what they had."
+        )
+    differing = [column for column in explanation.row if column.differs]
+    if differing:
+        said.append(
+            f"The row with the first token: {len(explanation.row) - len(differing)} columns are the same on both "
+            "sides and taken over; the others:"
+        )
+    return said
 
 
 def show_roofline(bound: Roofline, links: Sequence[str]) -> None:
@@ -98,6 +124,23 @@ def _parts(explanation: Explanation) -> Table:
                     f"{part.bytes / MIB:,.2f}",
                     f"{part.descriptors:,}",
                 )
+    return table
+
+
+def _row(explanation: Explanation) -> Table:
+    """Columns of the row with the first token that are not simply taken over."""
+    table = _table("column", "prefill", "decode", "decode's is", numbers=())
+    for column in explanation.row:
+        if column.differs:
+            sides = [
+                f"{nbytes:,} bytes of {dtype}" if nbytes else "none"
+                for nbytes, dtype in (
+                    (column.prefill_bytes, column.prefill_dtype),
+                    (column.decode_bytes, column.decode_dtype),
+                )
+            ]
+            begun = "taken over" if column.taken else "begun there" if column.decode_bytes else ""
+            table.add_row(column.name, *sides, begun)
     return table
 
 

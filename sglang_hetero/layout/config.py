@@ -101,6 +101,28 @@ def config_fingerprint(config: object) -> str:
         raise fields.error("is nested too deeply", "a config.json is a few levels deep") from None
 
 
+AUTO = "auto"
+_SAME_AS = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
+
+
+def arithmetic_dtype(config: object, given: str = AUTO) -> str:
+    """torch's name of the dtype that SGLang computes in with `--dtype given` (configs/model_config.py)."""
+    if given != AUTO:
+        return _SAME_AS.get(given, given)
+    own = _plain(Fields(config).value("dtype", "torch_dtype", outer=True))
+    # Of a checkpoint in float32, or that does not say, SGLang makes float16.
+    return "float16" if own in (None, "float32", "float") else str(own)
+
+
+def hidden_size(config: object) -> int | None:
+    """Elements of the hidden state behind a token, which is what an MTP module begins with; None if it is not told.
+
+    Raises ManifestError for what is no size.
+    """
+    fields = Fields(config)
+    return None if fields.value("hidden_size") is None else fields.count("hidden_size")
+
+
 _KV_SCALES = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Fields of quantization_config: with these the checkpoint has scales for 8-bit keys and values, without them 1.0."""
 

@@ -9,6 +9,7 @@ from .axes import Axis, AxisName, Segment
 from .component import ITEMSIZE, Component, Item, Role
 from .geometry import LatentAttention, ModelGeometry
 from .manifest import Coordinates, Manifest, Side
+from .row import Column
 from .window import ConvLayout
 
 
@@ -27,6 +28,36 @@ class PoolOptions:
     ssm_dtype: str = "float32"
     whole_draft: bool = False
     """Every rank keeps all heads of the draft, as if its TP size were 1."""
+
+
+ROW_HEAD = (
+    ("output_ids", "int32", 16),
+    ("cached_tokens", "int32", 16),
+    ("output_token_logprobs_val", "float32", 16),
+    ("output_token_logprobs_idx", "int32", 16),
+    ("output_top_logprobs_val", "float32", 128),
+    ("output_top_logprobs_idx", "int32", 128),
+)
+ROW_DRAFT = (("output_topk_p", "float32", 16), ("output_topk_index", "int64", 16))
+HIDDEN = "output_hidden_states"
+NO_HIDDEN = (16, "float32")
+"""Of a server that does not speculate."""
+ROOM = ("bootstrap_room", 8)
+"""Name and elements of the columns of SGLang 0.5.23 (disaggregation/utils.py, MetadataBuffers)."""
+
+
+def first_token_row(hidden: tuple[int, str] | None, *, npu: bool = False) -> tuple[Column, ...]:
+    """The row with a request's first token that a server has without SGLANG_ variables and options that add columns.
+
+    hidden: elements and dtype of the hidden state that its draft model begins with; None if it does not speculate.
+    """
+    size, dtype = hidden or NO_HIDDEN
+    columns = [(*one, False) for one in ROW_HEAD] + [(*one, True) for one in ROW_DRAFT]
+    columns += [(HIDDEN, dtype, size, True), (ROOM[0], "int64" if npu else "uint64", ROOM[1], False)]
+    return tuple(Column(name, dtype, count * _BYTES[dtype], draft) for name, dtype, count, draft in columns)
+
+
+_BYTES = ITEMSIZE | {"int32": 4, "int64": 8, "uint64": 8}
 
 
 def dense_axes(
@@ -49,6 +80,7 @@ def manifest(
     host: str = "synthetic",
     fingerprint: str = "synthetic",
     draft: bool = True,
+    row: tuple[Column, ...] = (),
 ) -> Manifest:
     """The manifest of one rank of that model. Layers are dealt to pipeline stages in equal runs, the draft to the last.
 
@@ -65,6 +97,7 @@ def manifest(
         model=fingerprint,
         incarnation=f"{side}-{coordinates}",
         components=tuple(builder.components),
+        row=row,
     )
 
 

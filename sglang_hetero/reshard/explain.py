@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_hetero.layout.component import Item
+from sglang_hetero.layout.axes import AxisName
+from sglang_hetero.layout.component import Item, Role
+from sglang_hetero.layout.row import Column
 
 from .bind import Pages, Piece, bind
 from .plan import Plan
@@ -68,10 +70,42 @@ class Request:
 
 
 @dataclass(frozen=True)
+class RowColumn:
+    """One column of the row with the first token: bytes and dtype on each side, 0 and "" where a side has none.
+
+    taken: decode takes it over; what it does not take over of its own it begins itself.
+    """
+
+    name: str
+    prefill_bytes: int
+    prefill_dtype: str
+    decode_bytes: int
+    decode_dtype: str
+    taken: bool
+
+    @property
+    def differs(self) -> bool:
+        """Whether the sides have it differently, or decode does not take it over."""
+        alike = (self.prefill_bytes, self.prefill_dtype) == (self.decode_bytes, self.decode_dtype)
+        return not (alike and self.taken)
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """Rows of a conv slot's window on each side, of which the last `live` travel."""
+
+    prefill: int
+    decode: int
+    live: int
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The hand-over of one request; fingerprints are those of each decode rank's plan.
 
-    upstream: what one stock sender would do for the first decode rank.
+    upstream: what one stock sender would do for the first decode rank. unequal_drafts: what comes of it that only one
+    side speculates, empty if none. row: columns of the row with the first token, empty if they are not known.
+    slot_rows: None without linear layers.
     """
 
     tokens: int
@@ -80,6 +114,9 @@ class Explanation:
     fingerprints: tuple[str, ...]
     sources: tuple[Source, ...]
     upstream: Upstream
+    unequal_drafts: str
+    row: tuple[RowColumn, ...]
+    slot_rows: SlotRows | None
 
     def as_json(self) -> dict[str, Any]:
         """Nothing but dictionaries, lists, strings and numbers."""
@@ -110,7 +147,36 @@ def explain(plans: Sequence[Plan], request: Request) -> Explanation:
         fingerprints=tuple(plan.fingerprint for plan in plans),
         sources=tuple(sources),
         upstream=upstream(plans[0], request.pages, list(request.chunks)),
+        unequal_drafts=plans[0].unequal_drafts,
+        row=_row(plans[0]),
+        slot_rows=_slot_rows(plans[0]),
     )
+
+
+def _row(plan: Plan) -> tuple[RowColumn, ...]:
+    """Decode's columns in its order, then those that only prefill has."""
+    theirs, ours = plan.sources[0].row, plan.destination.row
+    by_name = {column.name: column for column in theirs}
+    mine = {column.name for column in ours}
+    pairs: list[tuple[Column | None, Column | None, bool]] = [
+        (by_name.get(column.name), column, taken is not None)
+        for column, taken in zip(ours, plan.row.taken, strict=True)
+    ]
+    pairs += [(column, None, False) for column in theirs if column.name not in mine]
+    found = []
+    for left, right, taken in pairs:
+        there, here = ((one.nbytes, one.dtype) if one else (0, "") for one in (left, right))
+        found.append(RowColumn((right or left).name, *there, *here, taken=taken))  # type: ignore[union-attr]
+    return tuple(found)
+
+
+def _slot_rows(plan: Plan) -> SlotRows | None:
+    ours = plan.destination.of(Role.CONV)
+    theirs = [component for source in plan.sources for component in source.of(Role.CONV)]
+    if not (ours and theirs):
+        return None
+    left, right = (component.axis(AxisName.WINDOW) for component in (theirs[0], ours[0]))
+    return SlotRows(left.size, right.size, right.live_rows[1])
 
 
 def _route(plan: Plan, source: int, request: Request) -> Route:

@@ -6,7 +6,7 @@ default: with unequal TP sizes one descriptor per token slot and entry for atten
 where SGLang knows the segments; with equal sizes one per run of pages and one per slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from sglang_hetero.layout.axes import AxisName
@@ -14,7 +14,14 @@ from sglang_hetero.layout.component import Component, Item, Role
 from sglang_hetero.layout.manifest import Manifest
 
 from .bind import Pages, item_runs
+from .compatibility import roles_of
 from .plan import Plan
+
+ONE_SIDE_DRAFTS = (
+    "SGLang's own path takes prefill's columns of the row with the first token for decode's, so that a hidden state "
+    "lands in another request's row"
+)
+"""What is wrong with it where only one side speculates (docs/speculation.md)."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,29 @@ def upstream(plan: Plan, pages: Pages, chunks: Sequence[range]) -> Upstream:
         # Of ranks that hold the same latent rows one sends them; heads are sent by every rank, replica or not.
         kv_senders=1 if _has_kda(source) else senders,
         state_senders=senders,
-        faults=() if equal else tuple(_faults(source, destination, max(kv_of_chunks))),
+        faults=(
+            *_speculation_faults(plan),
+            *(() if equal else _faults(source, destination, max(kv_of_chunks))),
+        ),
     )
+
+
+def _speculation_faults(plan: Plan) -> Iterator[str]:
+    """What differs with the depth of speculation, whatever the TP sizes: prefill's sizes are taken for decode's."""
+    if drafts(plan.sources) != drafts([plan.destination]):
+        yield f"speculation on one side only: {ONE_SIDE_DRAFTS}"
+    rows = [
+        component.axis(AxisName.WINDOW).size
+        for manifest in (*plan.sources, plan.destination)
+        for component in manifest.of(Role.CONV)
+    ]
+    if len(set(rows)) > 1:
+        yield f"conv: slots of {rows[0]} rows are written into slots of {rows[-1]}, so that other slots are overwritten"
+
+
+def drafts(ranks: Sequence[Manifest]) -> bool:
+    """Whether a server with these ranks has a draft model."""
+    return any(role.draft for role in roles_of(ranks))
 
 
 def _has_kda(source: Manifest) -> bool:

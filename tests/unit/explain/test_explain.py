@@ -259,3 +259,102 @@ def test_counts_are_one_or_more(capsys, option, value):
     with pytest.raises(SystemExit):
         cli.main(["explain", "--model", "tiny", "--tokens", "9", *p_d(1, 1), option, value])
     assert option in capsys.readouterr().err
+
+
+# --- speculation that differs -----------------------------------------------------------------------------------------
+
+HIDDEN = 128 * 2
+"""Bytes of a hidden state of qwen35-2b-cache in bfloat16."""
+DEPTHS = {
+    "decode alone": (["--prefill-mtp", "0"], (0, 3)),
+    "prefill alone": (["--decode-mtp", "0"], (3, 0)),
+    "of two depths": (["--prefill-mtp", "1", "--decode-mtp", "5"], (1, 5)),
+    "alike": ([], (3, 3)),
+    "neither": (["--mtp", "0"], (0, 0)),
+}
+
+
+@pytest.mark.parametrize(("options", "depths"), DEPTHS.values(), ids=DEPTHS)
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_each_role_has_its_own_depth(capsys, options, depths, tp):
+    """Oracle: docs/speculation.md. Draft caches go only if both draft, and decode begins the draft's columns itself
+    where one does not."""
+    found = explain(capsys, *QWEN35_2B, *p_d(*tp), *options)
+    assert (found["inputs"]["prefill_mtp"], found["inputs"]["decode_mtp"]) == depths
+    both, one = all(depths), bool(depths[0]) != bool(depths[1])
+    roles = {part["role"] for source in found["sources"] for route in source["to"] for part in route["parts"]}
+    assert {role for role in roles if role.startswith("draft")} == ({"draft_key", "draft_value"} if both else set())
+    assert bool(found["unequal_drafts"]) is one
+    window = 3
+    assert found["slot_rows"] == {"prefill": window + depths[0], "decode": window + depths[1], "live": window}
+    row = {column["name"]: column for column in found["row"]}
+    assert {name for name, column in row.items() if not column["taken"]} == (
+        {"output_topk_p", "output_topk_index", "output_hidden_states"} if one else set()
+    )
+    sizes = [(HIDDEN, "bfloat16") if depth else (64, "float32") for depth in depths]
+    hidden = row["output_hidden_states"]
+    assert [(hidden[f"{side}_bytes"], hidden[f"{side}_dtype"]) for side in ("prefill", "decode")] == sizes
+    stock = found["upstream"]["faults"]
+    assert any("another request's row" in fault for fault in stock) is one
+    assert any("other slots are overwritten" in fault for fault in stock) is (depths[0] != depths[1])
+    staged = {route["staged"] for source in found["sources"] for route in source["to"]}
+    assert staged == {tp[0] != tp[1] or depths[0] != depths[1]}
+
+
+def test_depth_alone_differs_in_nothing_with_channels_first_slots(capsys):
+    options = ["--prefill-mtp", "1", "--decode-mtp", "5", "--conv-layout", "channels_first"]
+    found = explain(capsys, *QWEN35_2B, *p_d(2, 2), *options)
+    assert not any(route["staged"] for source in found["sources"] for route in source["to"])
+    assert found["upstream"]["faults"] == []
+    assert found["slot_rows"] == {"prefill": 3, "decode": 3, "live": 3}
+
+
+def shown(capsys, *arguments):
+    assert cli.main(["explain", *arguments]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_what_differs_is_said_in_words(capsys):
+    said = shown(capsys, *QWEN35_2B, *p_d(2, 1), "--prefill-mtp", "0")
+    for words in (
+        "Speculation on one side only: prefill TP0/2 (on paper) has no draft model",
+        "Conv slots have 3 rows on prefill and 6 on decode: the last 3 of them travel",
+        "7 columns are the same on both sides and taken over",
+        "output_hidden_states 64 bytes of float32 256 bytes of bfloat16 begun there",
+        "lands in another request's row",
+    ):
+        assert words in said, words
+    said = shown(capsys, *QWEN35_2B, *p_d(2, 1))
+    for words in ("Speculation on one side", "Conv slots have", "The row with the first token"):
+        assert words not in said, words
+
+
+def test_a_configuration_that_does_not_say_how_large_a_hidden_state_is(capsys):
+    arguments = ["--model", "Qwen3.5-2B", "--tokens", "300", *p_d(2, 1)]
+    assert "not known, the configuration does not say hidden_size" in shown(capsys, *arguments, "--prefill-mtp", "0")
+    assert explain(capsys, *arguments, "--prefill-mtp", "0")["row"] == []
+    assert len(explain(capsys, *arguments, "--mtp", "0")["row"]) == 10
+
+
+def test_what_the_hand_shake_refuses_is_refused(capsys, monkeypatch):
+    """By the same rule, in reshard/row.py: here a server has a column more, as an option of SGLang's makes it."""
+    from sglang_hetero.explain import command
+    from sglang_hetero.layout.row import Column
+
+    made = []
+
+    def rows(*_, **__):
+        made.append(())
+        more = (Column("kv_checksum", "uint64", 64),) if len(made) == 3 else ()
+        return (Column("output_ids", "int32", 64), *more)
+
+    monkeypatch.setattr(command, "first_token_row", rows)
+    line = fails(capsys, *QWEN35_2B, *p_d(2, 1), "--prefill-mtp", "0")
+    assert "column kv_checksum of the row with the first token: prefill TP0/2 (on paper) has none" in line
+    assert "start both with" in line
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_depth_is_refused_of_a_model_without_mtp(capsys, role):
+    line = fails(capsys, "--model", "tiny-gqa", "--tokens", "9", *p_d(1, 1), f"--{role}-mtp", "3")
+    assert f"--{role}-mtp 3: the model has no MTP layer" in line
