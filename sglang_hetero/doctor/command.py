@@ -132,4 +132,5 @@ def _peers(arguments: argparse.Namespace, found: host.Device) -> list[Line]:
     peer = peers.ask(arguments.peer[0], key)
     if not peer.ranks:
         return [skip(peers.AREA, peer.instance.label, f"it has no layout to plan with: {peer.why}")]
-    return peers.examine(arguments.peer, key, local.configured(arguments.server_arguments, peer, found.kind))
+    paper = local.configured(arguments.server_arguments, peer, found.kind)
+    return [paper.line(peers.AREA), *peers.examine(arguments.peer, key, paper.known)]

@@ -6,12 +6,19 @@ import threading
 import pytest
 from msgspec.structs import replace
 
+from sglang_hetero import cli
 from sglang_hetero.discovery.record import Description, encode_description
 from sglang_hetero.doctor import local, peers
 from sglang_hetero.doctor.lines import Status
 from sglang_hetero.errors import OptionError
 from sglang_hetero.layout import wire
-from sglang_hetero.layout.manifest import Side
+from sglang_hetero.layout.axes import AxisName
+from sglang_hetero.layout.component import Role
+from sglang_hetero.layout.config import geometry_from_config
+from sglang_hetero.layout.manifest import Coordinates, Side
+from sglang_hetero.layout.row import Column
+from sglang_hetero.layout.synthetic import PoolOptions, first_token_row, manifest
+from sglang_hetero.layout.window import ConvLayout
 from sglang_hetero.models import spec
 from sglang_hetero.models.config import model_config
 from tests.unit.discovery.servers import decode_server, manifests, prefill_server
@@ -148,16 +155,25 @@ def test_no_peer_is_skipped():
 # --- against a configuration ------------------------------------------------------------------------------------------
 
 
-def running(servers, tp=2, page=1, model="tiny"):
+def running(servers, *, tp=2, page=1, model="tiny", depth=3, npu=False, **fields):
     """A prefill server of a seeded model, as it would tell of itself."""
-    from sglang_hetero.layout.config import geometry_from_config
-    from sglang_hetero.layout.manifest import Coordinates
-    from sglang_hetero.layout.synthetic import PoolOptions, manifest
-
-    geometry = geometry_from_config(model_config(spec(model)))
-    options = PoolOptions(page_size=page, draft_rows=3)
+    config = model_config(spec(model))
+    options = PoolOptions(
+        page_size=page,
+        draft_rows=depth,
+        conv_layout=ConvLayout.WINDOW_FIRST if npu else ConvLayout.CHANNELS_FIRST,
+    )
+    row = first_token_row((config["hidden_size"], "bfloat16") if depth else None)
     ranks = tuple(
-        manifest(geometry, Side.PREFILL, Coordinates(tp_rank=rank, tp_size=tp), options, host="h:1", draft=True)
+        manifest(
+            geometry_from_config(config),
+            Side.PREFILL,
+            Coordinates(tp_rank=rank, tp_size=tp),
+            options,
+            host="h:1",
+            draft=depth > 0,
+            row=fields.get("row", row),
+        )
         for rank in range(tp)
     )
     return peers.ask(servers.add("p", Side.PREFILL, tp, ranks=ranks), None)
@@ -166,8 +182,12 @@ def running(servers, tp=2, page=1, model="tiny"):
 MTP = ["--speculative-algorithm", "NEXTN", "--speculative-num-draft-tokens", "4"]
 
 
+def on_paper(peer, *options, model="tiny"):
+    return local.configured(["--model-path", model, *options], peer, "cpu")
+
+
 def planned(peer, *options):
-    made = local.configured(["--model-path", "tiny", *MTP, *options], peer, "cpu")
+    made = on_paper(peer, *MTP, *options).known
     return {line.name: line for line in peers.examine([peer.instance.url], None, made)}
 
 
@@ -204,3 +224,100 @@ def test_a_configuration_that_does_not_fit_fails(options, words, servers):
 def test_options_that_cannot_be_are_refused(options, servers):
     with pytest.raises(OptionError):
         planned(running(servers), *options)
+
+
+NEXTN = ["--speculative-algorithm", "NEXTN"]
+TREE = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "9"]
+HIDDEN = {"speculates": (256, "bfloat16"), "does not": (64, "float32")}
+"""Of `tiny`: 128 elements. Where a server does not speculate SGLang has 16 of float32."""
+
+
+def hidden(known):
+    (column,) = (one for one in known.ranks[0].row if one.name == "output_hidden_states")
+    return column.nbytes, column.dtype
+
+
+@pytest.mark.parametrize("theirs", [0, 3], ids=["peer plain", "peer drafts"])
+@pytest.mark.parametrize("ours", [False, True], ids=["plain", "drafts"])
+def test_the_row_with_the_first_token_is_that_of_the_options(servers, theirs, ours):
+    peer = running(servers, depth=theirs)
+    made = on_paper(peer, *(MTP if ours else []))
+    assert hidden(made.known) == HIDDEN["speculates" if ours else "does not"]
+    assert hidden(peer) == HIDDEN["speculates" if theirs else "does not"]
+    assert len(made.known.ranks[0].row) == len(peer.ranks[0].row)
+    line = made.line("peers")
+    assert line.status is Status.OK and "fingerprint of the model" in line.seen
+    assert ("speculation by NEXTN, depth 3" if ours else "no speculation") in line.seen
+    assert ("the peer" in made.told) == (bool(theirs) != ours)
+    found = {line.name: line for line in peers.examine([peer.instance.url], None, made.known)}
+    assert found[f"{peer.instance.url} to {local.URL}"].status is Status.OK, found
+
+
+def test_what_variables_add_to_the_row_is_the_peers(servers):
+    """No option tells it; the column would be refused if it were only there."""
+    more = (*first_token_row(None), Column("kv_checksum", "uint64", 64))
+    peer = running(servers, depth=0, row=more)
+    assert on_paper(peer).known.ranks[0].row == more
+    assert on_paper(running(servers, row=()), *MTP).known.ranks[0].row == ()
+
+
+def test_a_hidden_state_of_another_dtype_does_not_fit(servers):
+    """By the rule of the hand-shake. KV caches of the same dtype, that of the draft's arithmetic differs."""
+    options = ["--dtype", "float16", "--kv-cache-dtype", "bfloat16"]
+    peer = running(servers)
+    line = planned(peer, *options)[f"{peer.instance.url} to {local.URL}"]
+    assert line.status is Status.FAIL and "column output_hidden_states" in line.seen
+
+
+@pytest.mark.parametrize(
+    ("options", "depth", "unsure"),
+    [
+        ([], 0, ""),
+        (["--speculative-num-steps", "5"], 0, ""),
+        ([*NEXTN, "--speculative-num-steps", "5"], 5, ""),
+        ([*NEXTN, "--speculative-num-steps", "5", "--speculative-num-draft-tokens", "9"], 5, ""),
+        ([*NEXTN, *TREE], 8, ""),
+        ([*NEXTN, "--speculative-num-draft-tokens", "2"], 1, ""),
+        (["--speculative-algorithm", "nextn", "--speculative-num-steps", "1"], 1, ""),
+        ([*NEXTN, "--speculative-draft-model-path", "tiny", "--speculative-num-steps", "1"], 1, ""),
+        (NEXTN, 3, "the depth, which SGLang chooses (the peer's room for drafts, 3 rows)"),
+        (["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"], 7, "NGRAM keeps of a draft"),
+        (
+            [*NEXTN, "--speculative-draft-model-path", "other", "--speculative-num-steps", "1"],
+            1,
+            "with --speculative-draft-model-path other keeps of a draft",
+        ),
+    ],
+)
+def test_the_depth_is_that_of_the_options_or_it_is_said_that_they_do_not_tell(servers, options, depth, unsure):
+    peer = running(servers, npu=True)
+    made = on_paper(peer, "--device", "npu", "--page-size", "1", *options)
+    (conv,) = made.known.ranks[0].of(Role.CONV)
+    window = conv.axis(AxisName.WINDOW)
+    assert window.size - window.live_rows[1] == depth
+    line = made.line("peers")
+    assert (line.status is Status.WARN) is bool(unsure)
+    assert unsure in line.seen
+
+
+def test_a_configuration_without_the_size_of_a_hidden_state_is_told(servers):
+    peer = running(servers)
+    made = on_paper(peer, *MTP, model="Qwen3.5-2B")
+    assert "hidden state's size, which config.json does not say" in made.line("peers").seen
+    assert made.known.ranks[0].row == peer.ranks[0].row
+    assert on_paper(peer, model="Qwen3.5-2B").line("peers").status is Status.OK  # nothing drafts, nothing is missing
+
+
+def test_a_model_that_cannot_draft_is_refused(servers):
+    with pytest.raises(OptionError, match="no MTP module"):
+        on_paper(running(servers), *MTP, model="tiny-gqa")
+    with pytest.raises(OptionError, match="at least one"):
+        on_paper(running(servers), *NEXTN, "--speculative-num-draft-tokens", "0")
+
+
+def test_the_command_says_what_its_plans_rest_on(servers, capsys):
+    peer = running(servers)
+    options = ["--model-path", "tiny", *NEXTN]
+    assert cli.main(["doctor", "--peer", peer.instance.url, "--json", "/dev/null", "--", *options]) in (0, 1)
+    said = capsys.readouterr().out
+    assert local.URL in said and "not told by the options: the depth" in " ".join(said.split())
