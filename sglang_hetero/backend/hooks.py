@@ -111,7 +111,7 @@ def install(options: Options) -> None:
     if missing:
         raise UpstreamChanged(f"SGLang's hook registry has not applied the hooks on {', '.join(missing)}; see its log")
     serves = state_route.HTTP_SERVER in sys.modules
-    if options.mode is not Mode.OFF and launches(os.environ, in_scheduler=in_scheduler, serves=serves):
+    if launches(os.environ, in_scheduler=in_scheduler, serves=serves):
         make_folder()
 
 

@@ -108,7 +108,7 @@ class OwnInstance:
             description, whole = describe(
                 server, self._options.mode, serving.backend, ranks, notes, nodes=serving.nodes
             )
-            if self._where is None:
+            if self._where is None or serving.backend not in BACKENDS:  # no rank will ever tell anything
                 description = replace(description, final=True)
             found = description, encode_description(description)
             if whole:

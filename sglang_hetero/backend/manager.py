@@ -100,8 +100,12 @@ class ManagerMixin:
         if self.hetero_side is Side.PREFILL and self.hetero_mode is not Mode.OFF:
             self._hetero_announcer = self._hetero_announce()
         reports = folder.given(os.environ)
-        if reports is not None and self.hetero_mode is not Mode.OFF:
-            told = RankTold(self.hetero_rank, reports)
+        if reports is None:
+            return
+        told = RankTold(self.hetero_rank, reports)
+        if self.hetero_mode is Mode.OFF:
+            told.insist()  # routers are to know what SGLang's path would do wrong; of health it says nothing
+        else:
             self.hetero_watch = Watch(lambda: report_of(self), reports, tell=told.along(tell_report))
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from sglang_hetero.state.report import Report
 from .rank import Rank
 
 logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 1.0
+"""Between two tries of a rank that is not watched."""
 
 
 class RankTold:
@@ -37,6 +42,16 @@ class RankTold:
             tell(report)
 
         return both
+
+    def insist(self) -> None:
+        """Try it again in a thread of its own, where nobody calls what `along` gives, until there was room."""
+        if not self._written:
+            threading.Thread(target=self._until_written, name="hetero-told", daemon=True).start()
+
+    def _until_written(self) -> None:
+        while not self._written:
+            time.sleep(AGAIN_SECONDS)
+            self._try()
 
     def _try(self) -> None:
         if self._written:

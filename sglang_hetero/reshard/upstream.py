@@ -17,12 +17,6 @@ from .bind import Pages, item_runs
 from .compatibility import roles_of
 from .plan import Plan
 
-ONE_SIDE_DRAFTS = (
-    "SGLang's own path takes prefill's columns of the row with the first token for decode's, so that a hidden state "
-    "lands in another request's row"
-)
-"""What is wrong with it where only one side speculates (docs/speculation.md)."""
-
 
 @dataclass(frozen=True)
 class Upstream:
@@ -69,23 +63,42 @@ def upstream(plan: Plan, pages: Pages, chunks: Sequence[range]) -> Upstream:
         kv_senders=1 if _has_kda(source) else senders,
         state_senders=senders,
         faults=(
-            *_speculation_faults(plan),
+            *speculation_faults(plan.sources, destination),
             *(() if equal else _faults(source, destination, max(kv_of_chunks))),
         ),
     )
 
 
-def _speculation_faults(plan: Plan) -> Iterator[str]:
-    """What differs with the depth of speculation, whatever the TP sizes: prefill's sizes are taken for decode's."""
-    if drafts(plan.sources) != drafts([plan.destination]):
-        yield f"speculation on one side only: {ONE_SIDE_DRAFTS}"
-    rows = [
-        component.axis(AxisName.WINDOW).size
-        for manifest in (*plan.sources, plan.destination)
-        for component in manifest.of(Role.CONV)
+def speculation_faults(sources: Sequence[Manifest], destination: Manifest) -> Iterator[str]:
+    """What the stock path does wrong whatever the TP sizes, because the two sides speculate differently.
+
+    sources: all ranks of a prefill replica. Prefill's sizes are taken for decode's (mooncake/conn.py, `send_aux` and
+    `_send_mamba_state`), and buffers are paired by their place in a list.
+    """
+    theirs, ours = drafts(sources), drafts([destination])
+    columns = [[column.nbytes for column in rank.row] for rank in (sources[0], destination)]
+    if theirs != ours or columns[0] != columns[1]:
+        what = (
+            f"prefill {_speculates(theirs)}, decode {_speculates(ours)}"
+            if theirs != ours
+            else "columns of the row with the first token have other sizes on prefill than on decode"
+        )
+        yield (
+            f"{what}: prefill's columns of the row with the first token are taken for decode's, so that a hidden state "
+            "lands in another request's row"
+        )
+    windows = [
+        component.axis(AxisName.WINDOW).size for rank in (*sources, destination) for component in rank.of(Role.CONV)
     ]
-    if len(set(rows)) > 1:
-        yield f"conv: slots of {rows[0]} rows are written into slots of {rows[-1]}, so that other slots are overwritten"
+    if len(set(windows)) > 1:
+        yield (
+            f"conv slots have {windows[0]} rows on prefill and {windows[-1]} on decode: prefill's size is taken for "
+            "decode's, so that other requests' slots are overwritten"
+        )
+
+
+def _speculates(draft: bool) -> str:
+    return "speculates" if draft else "does not speculate"
 
 
 def drafts(ranks: Sequence[Manifest]) -> bool:

@@ -17,6 +17,7 @@ from sglang_hetero.discovery.record import Description, Instance, fingerprint_of
 from sglang_hetero.errors import HeteroError, RecordError
 from sglang_hetero.layout.manifest import Manifest, digest
 from sglang_hetero.reshard import plan
+from sglang_hetero.reshard.upstream import speculation_faults
 
 from .options import Unknown
 
@@ -112,7 +113,7 @@ def described(instance: Instance, description: Description) -> Known:
         lease=instance.lease,
     )
     why = "; ".join(description.unsupported + description.notes)[:MAX_WHY]
-    if not (ranks or description.unsupported or description.final or description.mode == Mode.OFF):
+    if not (ranks or description.unsupported or description.final):
         return Known(told, why=why or "it has no manifests yet")
     return Known(
         told,
@@ -181,6 +182,8 @@ class Pairing:
 
     def _not_ours(self, prefill: Known, decode: Known) -> Verdict:
         """A pair of which at least one takes SGLang's own path only, or has no layout to be asked."""
+        if fault := _stock_fault(prefill, decode):
+            return Verdict(Fit.NO, fault)  # whatever is allowed of what is unknown: this is known
         limited = [one for one in (prefill, decode) if not one.ours]
         why = "; ".join(f"{one.instance.role}: {one.why}" for one in limited)
         if self._unknown is Unknown.ANY:
@@ -212,6 +215,22 @@ def _different(prefill: Known, decode: Known) -> str:
     ):
         if left and right and left != right:
             return f"prefill has {what} {left}, decode {right}; {remedy}"
+    return ""
+
+
+def _stock_fault(prefill: Known, decode: Known) -> str:
+    """What SGLang's own path would do wrong, as far as both have told their caches; empty if nothing is known."""
+    if not (prefill.ranks and decode.ranks):
+        return ""
+    kinds = {rank.fingerprint: rank for rank in decode.ranks}
+    for ranks in _replicas(prefill.ranks):
+        for rank in kinds.values():
+            for fault in speculation_faults(ranks, rank):
+                why = "; ".join(f"{one.instance.role}: {one.why}" for one in (prefill, decode) if not one.ours)
+                return (
+                    f"SGLang's own path cannot serve them: {fault} ({why}); start both with the same speculative "
+                    "decoding, or both so that they take sglang-hetero's path (docs/support.md)"
+                )[:MAX_WHY]
     return ""
 
 

@@ -11,7 +11,7 @@ from sglang_hetero.reshard.plan import plan
 from sglang_hetero.state import folder
 
 from . import Harness
-from .product import geometry
+from .product import OFF, geometry
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +43,14 @@ def test_a_plan_between_them_can_be_made(told):
     (decode,) = told[Side.DECODE].ranks()
     found = plan(told[Side.PREFILL].ranks(), decode)
     assert len(found.sources) == 2
+
+
+def test_ranks_with_the_path_switched_off_tell_the_same(told, tmp_path):
+    with Harness() as harness:
+        given = {folder.VARIABLE: str(tmp_path)}
+        harness.pair(geometry(64), prefill_tp=2, decode_tp=1, prefill_env=given | OFF, decode_env=OFF)
+        data, problems = folder.read_ranks(tmp_path)
+    ranks = [decode_told(one) for one in data]
+    description, whole = describe(Instance(role=Side.PREFILL, url="http://127.0.0.1:1"), "off", "mooncake", ranks)
+    assert whole and not problems
+    assert [one.fingerprint for one in description.ranks()] == [one.fingerprint for one in told[Side.PREFILL].ranks()]

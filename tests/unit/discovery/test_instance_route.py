@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -90,6 +91,17 @@ def test_what_cannot_come_any_more_is_not_promised(tmp_path):
     leave(tmp_path, 0, tp=2)
     assert own(tmp_path, nodes=2).description().final and not own(tmp_path).description().final
     assert own(None).description().final
+    assert own(tmp_path, backend="nixl").description().final  # its ranks have no manager of ours
+
+
+def test_ranks_with_the_path_switched_off_tell_it_too(tmp_path):
+    """Routers are to see what SGLang's own path would do wrong."""
+    one = own(tmp_path, options=read({"SGLANG_HETERO": "off"}))
+    assert not one.description().final
+    for rank in range(2):
+        leave(tmp_path, rank)
+    found = decode_description(one.answer())
+    assert found.mode == "off" and len(found.manifests) == 2 and found.instance.messages == 0
 
 
 def test_once_it_is_known_it_is_not_read_again(tmp_path):
@@ -213,6 +225,20 @@ def test_a_rank_without_a_manifest_tells_why(tmp_path):
     RankTold(rank(manifest=None, scheduler=SimpleNamespace(max_running_requests=None)), tmp_path)
     found = told_in(tmp_path)
     assert (found.manifest, found.requests, found.tokens, found.unsupported) == (b"", 0, 0, ("a reason",))
+
+
+def test_a_rank_that_nobody_watches_tries_again_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr("sglang_hetero.backend.rank_told.AGAIN_SECONDS", 0.01)
+    there = RankTold(rank(), tmp_path)
+    threads = threading.active_count()
+    there.insist()
+    assert threading.active_count() == threads, "it has told, so there is nothing to try again"
+    RankTold(rank(), tmp_path / "later").insist()
+    (tmp_path / "later").mkdir()
+    end = time.monotonic() + 10
+    while not folder.read_ranks(tmp_path / "later")[0]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_rank_tries_again_when_there_was_no_room(tmp_path, caplog):

@@ -296,7 +296,7 @@ def test_each_role_has_its_own_depth(capsys, options, depths, tp):
     assert [(hidden[f"{side}_bytes"], hidden[f"{side}_dtype"]) for side in ("prefill", "decode")] == sizes
     stock = found["upstream"]["faults"]
     assert any("another request's row" in fault for fault in stock) is one
-    assert any("other slots are overwritten" in fault for fault in stock) is (depths[0] != depths[1])
+    assert any("prefill's size is taken for decode's" in fault for fault in stock) is (depths[0] != depths[1])
     staged = {route["staged"] for source in found["sources"] for route in source["to"]}
     assert staged == {tp[0] != tp[1] or depths[0] != depths[1]}
 

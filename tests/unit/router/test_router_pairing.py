@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace as replace_known
 from unittest.mock import patch
 
 import pytest
@@ -11,11 +12,19 @@ from sglang_hetero.discovery.record import Description
 from sglang_hetero.errors import RecordError
 from sglang_hetero.layout import wire
 from sglang_hetero.layout.component import Role
-from sglang_hetero.layout.manifest import Side
+from sglang_hetero.layout.config import geometry_from_config
+from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
+from sglang_hetero.layout.row import Column
+from sglang_hetero.layout.synthetic import PoolOptions, manifest
+from sglang_hetero.layout.window import ConvLayout
+from sglang_hetero.models import spec
+from sglang_hetero.models.config import model_config
 from sglang_hetero.router import pairing
 from sglang_hetero.router.pairing import Fit, Known, Pairing, Unknown, described, stock
 from tests.reshard_oracle.pair import with_component
 from tests.unit.discovery.servers import decode_server, manifests, prefill_server
+
+GEOMETRY = geometry_from_config(model_config(spec("tiny")))
 
 
 def prefill(tp: int = 2, **fields: object) -> Known:
@@ -166,6 +175,65 @@ def test_servers_that_take_sglangs_path_fit_whenever_their_layouts_are_the_same(
     assert Pairing(Unknown.NEVER).judge(prefill(2, mode="off"), decode(2)).fit is Fit.YES
 
 
+HIDDEN = {True: Column("output_hidden_states", "bfloat16", 256, draft=True)}
+HIDDEN[False] = replace(HIDDEN[True], dtype="float32", nbytes=64)
+TOKEN = Column("output_ids", "int32", 64)
+
+
+def speculating(side: Side, tp: int, drafts: bool, rows: int = 3, hidden: Column | None = None) -> tuple[Manifest, ...]:
+    """Ranks of a server that speculates or does not; rows: of a window-first conv slot."""
+    options = PoolOptions(conv_layout=ConvLayout.WINDOW_FIRST, draft_rows=rows - 3)
+    row = (TOKEN, hidden or HIDDEN[drafts])
+    places = [Coordinates(tp_rank=rank, tp_size=tp) for rank in range(tp)]
+    return tuple(manifest(GEOMETRY, side, place, options, draft=drafts, row=row) for place in places)
+
+
+@pytest.mark.parametrize("unknown", Unknown)
+@pytest.mark.parametrize("limited", ["off", "unsupported", "prefill", "decode"])
+@pytest.mark.parametrize(("theirs", "ours"), [(False, True), (True, False)], ids=["decode drafts", "prefill drafts"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sglangs_own_path_is_not_taken_where_only_one_side_drafts(theirs, ours, limited, unknown, tp) -> None:
+    """It would say success, and a hidden state would land in another request's row (docs/speculation.md)."""
+    changes = {"mode": "off", "why": "SGLANG_HETERO=off"}
+    if limited == "unsupported":
+        changes = {"unsupported": ("Role switch; start without it",), "why": "Role switch; start without it"}
+    left = prefill(ranks=speculating(Side.PREFILL, 2, theirs), **({} if limited == "decode" else changes))
+    right = decode(ranks=speculating(Side.DECODE, tp, ours), **({} if limited == "prefill" else changes))
+    verdict = Pairing(unknown).judge(left, right)
+    assert verdict.fit is Fit.NO
+    says = {True: "speculates", False: "does not speculate"}
+    for words in (
+        left.instance.label,
+        right.instance.label,
+        f"prefill {says[theirs]}, decode {says[ours]}",
+        "lands in another request's row",
+        changes["why"],
+        "start both with the same speculative decoding",
+    ):
+        assert words in verdict.reason, (words, verdict.reason)
+    # This package's path serves them.
+    free = [replace_known(one, mode="auto", unsupported=()) for one in (left, right)]
+    assert Pairing(unknown).judge(*free).fit is Fit.YES
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        ({"rows": 4}, {"rows": 8}, "conv slots have 4 rows on prefill and 8 on decode"),
+        ({}, {"hidden": replace(HIDDEN[True], nbytes=512)}, "columns of the row with the first token have other sizes"),
+    ],
+    ids=["depth", "hidden state"],
+)
+def test_nor_where_two_speculate_differently(theirs, ours, words) -> None:
+    left = prefill(ranks=speculating(Side.PREFILL, 2, True, **theirs), mode="off")
+    right = decode(ranks=speculating(Side.DECODE, 2, True, **ours), mode="off")
+    verdict = Pairing().judge(left, right)
+    assert verdict.fit is Fit.NO and words in verdict.reason, verdict.reason
+    alike = [speculating(side, tp, True, **theirs) for side, tp in ((Side.PREFILL, 2), (Side.DECODE, 1))]
+    both = Pairing().judge(prefill(ranks=alike[0], mode="off"), decode(ranks=alike[1], mode="off"))
+    assert both.fit is Fit.YES and "which decides itself" in both.reason
+
+
 def description(**changes: object) -> Description:
     given = {
         "instance": replace(prefill_server(), url="http://0.0.0.0:30000", bootstrap_port=9000, model="said"),
@@ -193,8 +261,12 @@ def test_a_server_whose_ranks_have_not_all_told_is_waited_for() -> None:
     final = described(prefill_server(), description(manifests=(), notes=("8 of 16 ranks have not told",), final=True))
     assert final.told and not final.ours and "8 of 16" in final.why  # a server of several nodes: of unknown layout
     assert described(prefill_server(), description(manifests=(), final=True)).why == "no manifests"
-    for mode, unsupported in (("off", ()), ("auto", ("a feature",))):
-        assert described(prefill_server(), description(manifests=(), mode=mode, unsupported=unsupported)).told
+    assert described(prefill_server(), description(manifests=(), unsupported=("a feature",))).told
+    # Ranks with SGLANG_HETERO=off tell, too; of a former release they do not, and their server says that it is final.
+    off = description(manifests=(), mode="off")
+    assert not described(prefill_server(), off).told
+    known = described(prefill_server(), replace(off, final=True))
+    assert known.told and known.why == "SGLANG_HETERO=off"
 
 
 def test_a_server_of_the_other_role_and_manifests_that_are_none_are_refused() -> None:
