@@ -95,6 +95,9 @@ def test_the_readme_names_files_that_are_there():
     assert len(named) > 15
     missing = {name for name in named if not (root / name).exists() and not name.startswith("launch/compose/token")}
     assert not missing
+    of_base = re.findall(r"`(base/[\w/.]+)`", text)
+    assert len(of_base) == 2
+    assert all((LAUNCH / "kubernetes" / name).exists() for name in of_base)
 
 
 def test_commands_of_the_readme_can_be_run(sglang_parser):
@@ -348,6 +351,20 @@ def test_the_store_of_memfabric_has_the_address_of_its_pod():
     assert command.environment == {"MF_CONFIG_STORE_URL": f"tcp://{POD_IP}:24669"}
     assert common["ASCEND_MF_STORE_URL"] == "tcp://mf-store:24669"
     assert found["Service", "mf-store"]["spec"]["clusterIP"] == "None"
+
+
+def test_a_container_with_npus_sees_what_memfabric_reads_of_the_host():
+    """It refuses to begin without the driver's release, and looks up the NPUs' addresses (docs/ascend.md)."""
+    needed = {"/usr/local/Ascend/driver", "/etc/ascend_install.info", "/etc/hccn.conf"}
+    for role in ("prefill", "decode"):
+        made = pod(manifests("ascend")["LeaderWorkerSet", role])
+        (container,) = made["containers"]
+        of_host = {one["name"]: one["hostPath"]["path"] for one in made["volumes"] if "hostPath" in one}
+        mounted = {one["mountPath"]: of_host.get(one["name"]) for one in container["volumeMounts"]}
+        assert needed <= {path for path, source in mounted.items() if path == source}
+    over = yaml.safe_load((LAUNCH / "compose" / "compose.ascend.yaml").read_text())
+    for role in ("prefill", "decode"):
+        assert needed <= {one.split(":")[1] for one in over["services"][role]["volumes"] if one.endswith(":ro")}
 
 
 def test_the_image_has_what_it_is_made_of():
