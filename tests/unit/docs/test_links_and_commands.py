@@ -13,8 +13,8 @@ DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "launch/README.md")
 )
-COMMAND = re.compile(r" *(?:[A-Z_]+=\S+ )*sglang-hetero [a-z]")
-"""At the start of a line, behind variables."""
+COMMAND = re.compile(r" *(?:[A-Z_]+=\S+ )*(?:sglang-hetero [a-z]|launch/\w+/validate\.sh)")
+"""At the start of a line, behind variables. The scripts validate.sh give their options to the command of that name."""
 
 
 def anchors(text: str) -> set[str]:
@@ -53,8 +53,10 @@ def shown(document: str) -> list[list[str]]:
         if line.startswith("```"):
             fenced = not fenced
         elif fenced or line.startswith("    "):
-            words = shlex.split(line, comments=True) if COMMAND.match(line) else []
-            found += [words[words.index("sglang-hetero") + 1 :]] if words else []
+            if not COMMAND.match(line):
+                continue
+            words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+            found.append(words[1:] if words[0] == "sglang-hetero" else ["validate", *words[1:]])
     return found
 
 
