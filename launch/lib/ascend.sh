@@ -6,15 +6,19 @@
 transfer_backend=ascend
 # shellcheck disable=SC2034 # validate.sh reads it, too
 platform_device=npu
+# Where CANN and the driver are installed.
+ascend_folder=/usr/local/Ascend
 
 platform_settings() {
     # SGLang's own default on NPUs, and the block size of the seed. Equal on both sides.
     setting LAUNCH_PAGE 128
-    # CANN's variables, unless the image or the login shell has them. Its scripts use variables that are not set.
-    if [ -z "${ASCEND_TOOLKIT_HOME:-}" ]; then
-        local script
+    # CANN's variables, unless the image or the login shell has them. From 8.5 on it installs itself in `cann`, before
+    # that in `ascend-toolkit`; its operators for attention lie beside it. Its scripts use variables that are not set.
+    if [ -z "${ASCEND_TOOLKIT_HOME:-${ASCEND_HOME_PATH:-}}" ]; then
+        local toolkit=$ascend_folder/cann script
+        [ -f "$toolkit/set_env.sh" ] || toolkit=$ascend_folder/ascend-toolkit
         set +u
-        for script in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+        for script in "$toolkit/set_env.sh" "$ascend_folder/nnal/atb/set_env.sh"; do
             # shellcheck disable=SC1090
             [ ! -f "$script" ] || . "$script"
         done

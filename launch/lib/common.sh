@@ -8,6 +8,18 @@ die() {
     exit 1
 }
 
+# wants_help WORD...: whether one of them asks for it.
+wants_help() {
+    [[ " $* " =~ \ (-h|--help)\  ]]
+}
+
+# usage SCRIPT WORD: where the word asks for help, what the script says of itself at its head, and the end.
+usage() {
+    wants_help "$2" || return 0
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1" | grep -v '^shellcheck '
+    exit 0
+}
+
 # Every LAUNCH_ variable that there is: launch/README.md has the same list (a test compares the two).
 known=(
     LAUNCH_MODEL LAUNCH_MODEL_NAME LAUNCH_TP LAUNCH_FIRST_DEVICE LAUNCH_IP LAUNCH_PORT LAUNCH_BOOTSTRAP_PORT

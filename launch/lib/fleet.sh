@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # fleet.sh PLATFORM TOPOLOGY [--print] [OPTIONS]: all servers of a topology and the router before them, on this host,
-# until SIGINT or SIGTERM. OPTIONS of SGLang go to each server. Prints READY and the URL for clients when all of them
-# serve; when one ends, the others are stopped. The scripts in launch/ascend and launch/cuda call it; serve.sh runs each
-# process.
+# until SIGINT or SIGTERM. --print shows them instead. OPTIONS of SGLang go to each server (python -m
+# sglang.launch_server --help). Prints READY and the URL for clients when all of them serve; when one ends, the others
+# are stopped. Settings are LAUNCH_ variables (launch/README.md). The scripts in launch/ascend and launch/cuda call it;
+# serve.sh runs each process.
 lib=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$lib/common.sh"
+usage "${BASH_SOURCE[0]}" "${3:-${1:-}}"
 check_settings
 
 (($# >= 2)) || die "usage: fleet.sh PLATFORM TOPOLOGY [--print] [OPTIONS]"
@@ -33,6 +35,9 @@ done
 whole LAUNCH_FIRST_DEVICE 0
 export LAUNCH_PYTHON LAUNCH_IP
 unset LAUNCH_NODES LAUNCH_NODE LAUNCH_LEADER
+# All of it is on this host. SGLang asks its own servers by HTTP, and would ask a proxy of the environment for them.
+export no_proxy="$LAUNCH_IP,127.0.0.1,localhost${no_proxy:+,$no_proxy}"
+export NO_PROXY=$no_proxy
 if [ "$platform" = ascend ] && [ "$topology" != "${topology#p}" ]; then
     # Where MemFabric's config store is; the prefill server makes it, or where there are several, store.sh does.
     export ASCEND_MF_STORE_URL="${ASCEND_MF_STORE_URL:-tcp://$LAUNCH_IP:24669}"

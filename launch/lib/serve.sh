@@ -3,13 +3,15 @@
 #   PLATFORM  ascend or cuda
 #   ROLE      prefill, decode, mixed (a server for both phases), router, or with ascend store
 #   --print   show environment and command instead of running it
-#   OPTIONS   of SGLang, or of `sglang-hetero router`; they come last, so that they win over the ones here
+#   OPTIONS   of SGLang (python -m sglang.launch_server --help), or of `sglang-hetero router`; they come last, so that
+#             they win over the ones here
 # The scripts in launch/ascend and launch/cuda call it. Settings are LAUNCH_ variables (launch/README.md), and those of
 # docs/options.md: SGLANG_HETERO_ETCD makes servers register themselves and the router follow them.
 # shellcheck disable=SC2153 # `setting` of common.sh assigns them
 lib=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$lib/common.sh"
+usage "${BASH_SOURCE[0]}" "${3:-${1:-}}"
 check_settings
 
 (($# >= 2)) || die "usage: serve.sh PLATFORM ROLE [--print] [OPTIONS]"
@@ -112,7 +114,8 @@ options=(
 if ((LAUNCH_MTP > 0)); then
     options+=(
         # The checkpoint's own MTP module drafts, a chain of so many tokens, and the target checks them at once, with
-        # the token before them. The same on both sides: the draft's KV cache is handed over, too.
+        # the token before them. The draft's KV cache is handed over, too; where the two sides have different depths,
+        # docs/speculation.md says what it costs.
         # The seed kept the draft's body at TP1; SGLang has no option for that: its NEXTN draft has the target's TP, and
         # its cache is merged like the others.
         --speculative-algorithm NEXTN

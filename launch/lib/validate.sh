@@ -20,7 +20,7 @@ esac
 setting LAUNCH_PYTHON python3
 platform_settings
 # Servers on a host that cannot have them would not start: better to be told before an hour of other stages.
-platform_check
+wants_help "$@" || platform_check
 export LAUNCH_PYTHON
 # shellcheck disable=SC2154 # the platform's file has assigned it
 exec "$LAUNCH_PYTHON" -m sglang_hetero validate --device "$platform_device" --fleet "$lib/fleet.sh" "$@"

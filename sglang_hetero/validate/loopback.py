@@ -233,7 +233,8 @@ def _guarded(values: torch.Tensor) -> torch.Tensor:
 
 def limits(settings: Settings, argument: str, say: Say) -> None:
     """How large a region may be, and how many there may be in one batch."""
-    transport, area = argument, limits_area(argument)
+    transport = argument
+    wrong = _Wrong(limits_area(transport), transport, settings.chip)
     store = f"tcp://{engines.HOST}:{Ports(engines.HOST).free()}"
     try:
         if transport != engines.MOONCAKE:
@@ -241,10 +242,10 @@ def limits(settings: Settings, argument: str, say: Say) -> None:
         upstream = engines.make(transport, role=engines.DECODE, device=0, store=store)
     except HeteroError as error:
         for name in LIMIT_PROMISES:
-            say(fail(area, name, str(error), "see the loop-back's lines"))
+            say(wrong.line(name, str(error), "see the loop-back's lines"))
         return
-    say(_largest(area, settings, upstream, transport))
-    say(_many(area, settings, upstream, transport))
+    say(_largest(wrong, settings, upstream))
+    say(_many(wrong, settings, upstream))
 
 
 def limits_area(transport: str) -> str:
@@ -264,7 +265,7 @@ def _registers(upstream: engines.Upstream, transport: str, regions: list[tuple[i
     return ""
 
 
-def _largest(area: str, settings: Settings, upstream: engines.Upstream, transport: str) -> Line:
+def _largest(wrong: _Wrong, settings: Settings, upstream: engines.Upstream) -> Line:
     place = torch.device(settings.device, 0) if settings.device != "cpu" else torch.device("cpu")
     free, _ = memory_info(place)
     most = int(free * SHARE_OF_FREE)
@@ -273,29 +274,29 @@ def _largest(area: str, settings: Settings, upstream: engines.Upstream, transpor
     size, found, problem = NEEDED_BYTES, 0, ""
     while size <= most and not problem:
         region = peer.memory(settings.device, 0, size)
-        problem = _registers(upstream, transport, [(region.data_ptr(), size)])
+        problem = _registers(upstream, wrong.transport, [(region.data_ptr(), size)])
         found = found if problem else size
         del region
         size *= 2
     if found < NEEDED_BYTES:
-        return fail(area, "largest region", problem or f"{free // MIB} MiB are free", "as the engine says")
+        return wrong.line("largest region", problem or f"{free // MIB} MiB are free", "as the engine says")
     what = f"{found // MIB} MiB in one region" + (
         f"; twice as much is refused: {problem}" if problem else ", all tried"
     )
-    return ok(area, "largest region", what, MiB=found / MIB)
+    return ok(wrong.area, "largest region", what, MiB=found / MIB)
 
 
-def _many(area: str, settings: Settings, upstream: engines.Upstream, transport: str) -> Line:
+def _many(wrong: _Wrong, settings: Settings, upstream: engines.Upstream) -> Line:
     piece = peer.ALIGN if settings.device != "cpu" else 4096
     count, problem = 0, ""
     for wanted in MANY:
         whole = peer.memory(settings.device, 0, 2 * wanted * piece)
         # Every second one: neighbours would be registered as one.
         regions = [(whole.data_ptr() + 2 * number * piece, piece) for number in range(wanted)]
-        if problem := _registers(upstream, transport, regions):
+        if problem := _registers(upstream, wrong.transport, regions):
             break
         count = wanted
     if count < NEEDED_REGIONS:
-        return fail(area, "many regions", f"{count} in one batch, then: {problem}", "as the engine says")
+        return wrong.line("many regions", f"{count} in one batch, then: {problem}", "as the engine says")
     what = f"{count} regions in one batch" + (f"; more are refused: {problem}" if problem else ", all tried")
-    return ok(area, "many regions", what, regions=count)
+    return ok(wrong.area, "many regions", what, regions=count)

@@ -5,12 +5,14 @@ Nothing is started: every script is run with --print, and its command lines go t
 
 import argparse
 import re
+import subprocess
 
 import pytest
 
 from sglang_hetero.cli import _parser as our_parser
+from sglang_hetero.doctor.host import CANN_FOLDERS
 from sglang_hetero.router import source
-from tests.unit.launch.scripts import LAUNCH, NEEDED, PLATFORMS, TOPOLOGIES, Command, parse, printed, run
+from tests.unit.launch.scripts import LAUNCH, NEEDED, PLATFORMS, TOPOLOGIES, Command, environment, parse, printed, run
 
 SGLANG, ROUTER, STORE = "sglang.launch_server", "sglang_hetero", "memfabric_hybrid.launch_ascend_mf_store"
 ROLES = ("prefill", "decode", "mixed")
@@ -254,3 +256,64 @@ def test_a_script_is_found_through_a_link(tmp_path):
     link.symlink_to(LAUNCH / "cuda" / "prefill.sh")
     done = run(str(link), "--print")
     assert parse(done.stdout)[0].value("--disaggregation-mode") == "prefill"
+
+
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *(f"{platform}/{name}.sh" for platform in PLATFORMS for name in ("p2_d1", "mixed_tp2", *ROLES, "router")),
+        "ascend/store.sh",
+        "lib/serve.sh",
+        "lib/fleet.sh",
+    ],
+)
+def test_who_asks_for_help_gets_it_and_starts_nothing(script, asked, tmp_path):
+    """No setting is needed for that, and SGLang, which would start to be stopped again, is not asked."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    python.chmod(0o755)
+    done = run(script, asked, LAUNCH_PYTHON=str(python), LAUNCH_LOGS=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.match(r"(serve|fleet)\.sh PLATFORM .*\[--print\] \[OPTIONS\]: ", done.stdout)
+    assert "launch/README.md" in done.stdout
+    assert "shellcheck" not in done.stdout
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("installed", "given", "sourced"),
+    [
+        (("cann", "nnal/atb"), {}, ["cann", "nnal/atb"]),
+        (("ascend-toolkit", "nnal/atb"), {}, ["ascend-toolkit", "nnal/atb"]),
+        (("cann", "ascend-toolkit"), {}, ["cann"]),
+        ((), {}, []),
+        (("cann", "nnal/atb"), {"ASCEND_TOOLKIT_HOME": "/opt/cann"}, []),
+        (("cann", "nnal/atb"), {"ASCEND_HOME_PATH": "/opt/cann"}, []),
+    ],
+    ids=["8.5 and later", "before 8.5", "both", "none", "the shell has them", "the shell has them, by the other name"],
+)
+def test_canns_variables_are_taken_from_where_it_is_installed(installed, given, sourced, tmp_path):
+    for name in installed:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "set_env.sh").write_text(f"echo {name}; : $NOT_SET\n")
+    steps = [". common.sh", ". ascend.sh", f"ascend_folder={tmp_path}", "platform_settings", "set -o | grep nounset"]
+    done = subprocess.run(
+        ["bash", "-c", "; ".join(steps)],
+        cwd=LAUNCH / "lib",
+        env=environment(given),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    *found, nounset = done.stdout.splitlines()
+    assert found == sourced
+    assert nounset.split() == ["nounset", "on"]
+
+
+def test_canns_folders_are_those_of_the_doctor():
+    text = (LAUNCH / "lib" / "ascend.sh").read_text()
+    (root,) = re.findall(r"^ascend_folder=(\S+)$", text, flags=re.MULTILINE)
+    named = {f"{root}/{name}" for name in re.findall(r"toolkit=\$ascend_folder/([\w-]+)", text)}
+    assert named == {folder.removesuffix("/latest") for folder in CANN_FOLDERS}

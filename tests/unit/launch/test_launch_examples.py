@@ -95,13 +95,19 @@ def test_the_readme_names_files_that_are_there():
     assert len(named) > 15
     missing = {name for name in named if not (root / name).exists() and not name.startswith("launch/compose/token")}
     assert not missing
+    of_base = re.findall(r"`(base/[\w/.]+)`", text)
+    assert len(of_base) == 2
+    assert all((LAUNCH / "kubernetes" / name).exists() for name in of_base)
 
 
-def test_commands_of_the_readme_can_be_run(sglang_parser):
+@pytest.mark.parametrize(("document", "least"), [("launch/README.md", 8), ("docs/ascend.md", 6)])
+def test_commands_of_documents_can_be_run(document, least, sglang_parser):
     """Those with a script of launch/ascend, launch/cuda or launch/lib in them, with their variables."""
-    text = (LAUNCH / "README.md").read_text().replace("\\\n", " ")
+    text = (LAUNCH.parent / document).read_text().replace("\\\n", " ")
     found = 0
-    for line in re.findall(r"^    (.*launch/(?:ascend|cuda|lib)/\w+\.sh.*)$", text, flags=re.MULTILINE):
+    for line in re.findall(r"^    +(.*launch/(?:ascend|cuda|lib)/\w+\.sh.*)$", text, flags=re.MULTILINE):
+        if "/validate.sh" in line:
+            continue  # starts no server; tests/unit/docs has its options
         words = [word for word in shlex.split(line, comments=True) if word != "--print"]
         at = next(i for i, word in enumerate(words) if word.startswith("launch/"))
         variables = dict(word.split("=", 1) for word in words[:at])
@@ -112,7 +118,7 @@ def test_commands_of_the_readme_can_be_run(sglang_parser):
             elif command.module == "sglang_hetero":
                 our_parser().parse_args(command.options)
                 found += 1
-    assert found >= 8
+    assert found >= least
 
 
 # systemd
@@ -348,6 +354,38 @@ def test_the_store_of_memfabric_has_the_address_of_its_pod():
     assert command.environment == {"MF_CONFIG_STORE_URL": f"tcp://{POD_IP}:24669"}
     assert common["ASCEND_MF_STORE_URL"] == "tcp://mf-store:24669"
     assert found["Service", "mf-store"]["spec"]["clusterIP"] == "None"
+
+
+def test_a_container_with_npus_sees_what_memfabric_reads_of_the_host():
+    """It refuses to begin without the driver's release, and looks up the NPUs' addresses (docs/ascend.md)."""
+    needed = {"/usr/local/Ascend/driver", "/etc/ascend_install.info", "/etc/hccn.conf"}
+    for role in ("prefill", "decode"):
+        made = pod(manifests("ascend")["LeaderWorkerSet", role])
+        (container,) = made["containers"]
+        of_host = {one["name"]: one["hostPath"]["path"] for one in made["volumes"] if "hostPath" in one}
+        mounted = {one["mountPath"]: of_host.get(one["name"]) for one in container["volumeMounts"]}
+        assert needed <= {path for path, source in mounted.items() if path == source}
+    over = yaml.safe_load((LAUNCH / "compose" / "compose.ascend.yaml").read_text())
+    text = (LAUNCH.parent / "docs" / "ascend.md").read_text().replace("\\\n", " ")
+    (by_hand,) = re.findall(r"^ +docker run (.*)$", text, flags=re.MULTILINE)
+    assert {"--privileged", "--ulimit memlock=-1"} <= set(re.findall(r"--privileged|--ulimit \S+", by_hand))
+    for role in ("prefill", "decode"):
+        _, *mounts = over["services"][role]["volumes"]  # the first one is the checkpoint
+        assert all(re.fullmatch(r"(/\S+):\1:ro", one) for one in mounts)
+        assert needed <= {one.split(":")[1] for one in mounts}
+        assert {*mounts, "/models:/models:ro"} == set(re.findall(r"-v (\S+)", by_hand))
+
+
+def test_an_image_for_npus_gets_memfabric():
+    """SGLang's own has another release of it (docs/ascend.md)."""
+    text = (LAUNCH / "Dockerfile").read_text()
+    assert text.index("FROM") < text.index("\nARG EXTRA\n"), "what stands before it is forgotten"
+    (wanted,) = re.findall(r'pip install --no-cache-dir ("\S+")', text)
+    for extra, package in (("", "."), ("ascend", ".[ascend]")):
+        shell = ["bash", "-c", f"echo {wanted}"]
+        done = subprocess.run(shell, env={"EXTRA": extra}, capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.strip() == package
+    assert "--build-arg EXTRA=ascend" in (LAUNCH / "README.md").read_text()
 
 
 def test_the_image_has_what_it_is_made_of():

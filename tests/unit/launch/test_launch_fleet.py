@@ -125,6 +125,17 @@ def process_port(process: subprocess.Popen[str]) -> str:
     return psutil.Process(process.pid).environ()["LAUNCH_PORT"]
 
 
+def test_no_proxy_is_asked_for_the_servers_of_this_host(tmp_path):
+    """SGLang asks its own servers, and decode asks prefill, with a library that takes proxies from the environment."""
+    with fleet(tmp_path, http_proxy="http://10.0.0.1:3128", no_proxy="10.0.0.2", LAUNCH_IP="127.0.0.2") as process:
+        wait_ready(process)
+        for name in SERVERS:
+            found = psutil.Process(int((tmp_path / name).read_text().split()[0])).environ()
+            assert found["no_proxy"].split(",") == ["127.0.0.2", "127.0.0.1", "localhost", "10.0.0.2"]
+            assert found["NO_PROXY"] == found["no_proxy"]
+            assert found["http_proxy"] == "http://10.0.0.1:3128", "a checkpoint may have to come through it"
+
+
 def test_one_that_ends_takes_the_fleet_with_it_and_is_named(tmp_path):
     (tmp_path / "broken-decode0").touch()
     with fleet(tmp_path) as process:

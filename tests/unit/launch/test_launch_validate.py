@@ -39,6 +39,13 @@ def test_an_ascend_host_must_say_which_chip_it_has():
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
+def test_who_asks_for_help_need_not_say_that(platform):
+    done = run(script(platform), "--help", LAUNCH_PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert "--only STAGE" in done.stdout
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_a_misspelt_setting_ends_it(platform):
     done = run(script(platform), "--list", **NEEDED[platform], LAUNCH_CHPI="a3")
     assert done.returncode == 1

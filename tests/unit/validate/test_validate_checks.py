@@ -152,6 +152,23 @@ def test_the_other_chips_transport_only_warns():
     assert checked(way("leaves one out", chip="a3", transport="sdma"))[0] is FAIL
 
 
+@pytest.mark.parametrize(("chip", "status"), [("910b", Status.WARN), ("a3", Status.FAIL), ("", Status.FAIL)])
+@pytest.mark.parametrize("made", [False, True], ids=["no engine", "an engine that registers nothing"])
+def test_the_limits_of_the_other_chips_transport_only_warn(chip, status, made, tmp_path, monkeypatch):
+    def no_engine(*_arguments, **_options):
+        if made:
+            return engines.Upstream(None, "session")
+        raise engines.NoEngine("sdma cannot be had here")
+
+    monkeypatch.setattr(engines, "make_store", lambda _url: None)
+    monkeypatch.setattr(engines, "make", no_engine)
+    monkeypatch.setattr(loopback, "_registers", lambda *_arguments: "refused")
+    lines = []
+    loopback.limits(msgspec.structs.replace(settings(tmp_path), chip=chip), "sdma", lines.append)
+    assert [line.name for line in lines] == list(loopback.LIMIT_PROMISES)
+    assert {line.status for line in lines} == {status}
+
+
 def test_blocks_change_places():
     values = torch.arange(loopback.DESCRIPTORS, dtype=torch.uint8).repeat_interleave(4)
     assert np.array_equal(loopback._turned(values).numpy(), values.numpy()[::-1])

@@ -130,6 +130,10 @@ def test_the_document_has_every_stage():
         assert set(rows[one.name].split(", ")) == (set(one.kinds) if len(one.kinds) < len(command.KINDS) else {"all"})
     for name in {one.name for one in table.stages(matrix=True)} - set(rows):
         assert f"`{name}`" in text
+    (limits,) = re.findall(r"time limit \((\d+) minutes; `kernels` (\d+), those\s+with servers (\d+)\)", text)
+    seconds = (table.LOOK_SECONDS, table.KERNEL_SECONDS, table.SERVE_SECONDS)
+    assert [60 * int(one) for one in limits] == list(seconds)
+    assert table.LOOP_SECONDS == table.LOOK_SECONDS
 
 
 def test_only_some_stages():
