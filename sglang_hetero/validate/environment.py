@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import msgspec
+
 from sglang_hetero.doctor import host
 from sglang_hetero.doctor.command import guarded, sglang_lines
 from sglang_hetero.doctor.lines import Line, Status, fail, ok, skip
 
+from . import operators
 from .child import Say
 from .stage import Settings
 
 AREA = "environment"
 PAGE = 128
 """Tokens: SGLang's --page-size on NPUs and that of launch/ascend."""
-PROMISES = ("device", "versions", "sglang", "libraries", "options", "page size", "torch device")
+PROMISES = ("device", "versions", "sglang", "libraries", "options", "page size", "torch device", operators.NAME)
 
 
 def run(settings: Settings, _argument: str, say: Say) -> None:
@@ -34,7 +37,15 @@ def run(settings: Settings, _argument: str, say: Say) -> None:
         say(ok(AREA, "page size", f"{PAGE} tokens, by launch/ascend on both sides"))
     else:
         say(skip(AREA, "page size", f"only NPUs want pages of {PAGE} tokens; any will do here, the same on both sides"))
-    say(_torch_device(settings.device))
+    usable = _torch_device(settings.device)
+    say(usable)
+    if settings.device != "npu":
+        say(skip(AREA, operators.NAME, "only NPUs get theirs from several packages"))
+    elif usable.status is Status.OK:
+        (line,) = guarded(AREA, lambda: [operators.line(AREA)])
+        say(msgspec.structs.replace(line, name=operators.NAME))
+    else:
+        say(skip(AREA, operators.NAME, "torch cannot use the device"))
 
 
 def merged(name: str, lines: list[Line]) -> Line:
