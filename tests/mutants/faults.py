@@ -453,8 +453,8 @@ FAULTS = [
     Fault(
         "pages that the device is still emptying are given away",
         _DECODE,
-        "while not inbox.emptied() or any(",
-        "while any(",
+        "while (emptying := not inbox.emptied()) or any(",
+        "while (emptying := False) or any(",
     ),
     Fault("the draft's columns are taken over without its caches", _ROW, "drafts_move or not column.draft", "True"),
     Fault(
