@@ -70,6 +70,28 @@ def test_one_difference_fails(monkeypatch, capsys):
     assert output.rstrip().endswith("\nFAIL")
 
 
+@pytest.mark.parametrize(
+    ("flags", "depth", "compared"),
+    [
+        (["--prefill-mtp", "0"], 3, False),
+        (["--mtp", "0", "--decode-mtp", "5"], 5, False),
+        (["--prefill-mtp", "1", "--decode-mtp", "5"], 5, True),
+        (["--decode-mtp", "0"], 0, True),
+    ],
+)
+def test_the_undivided_server_drafts_as_decode_does(flags, depth, compared, monkeypatch, capsys):
+    """Drafts are compared unless decode drafts without prefill's draft cache; tokens always are."""
+    other = DIFFERENCES["accepted drafts"]
+    asked = served(monkeypatch, {"p2_d1": lambda _i: other, "mixed_tp1": lambda _i: ANSWER})
+    assert cli.main(["demo", *flags]) == compared
+    output = capsys.readouterr().out
+    assert ("accepted drafts are not" in output) is not compared
+    alone = asked[1][1]
+    assert (alone.mtp, alone.prefill_mtp, alone.decode_mtp) == (depth, None, None)
+    served(monkeypatch, {"p2_d1": lambda _i: DIFFERENCES["token"], "mixed_tp1": lambda _i: ANSWER})
+    assert cli.main(["demo", *flags]) == 1
+
+
 def test_prompts_are_a_page_or_more():
     """A page is about 2,000 characters."""
 
