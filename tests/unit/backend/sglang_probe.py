@@ -105,7 +105,8 @@ class Sender:
     pp_size = 1
 
     def __init__(self, tp, rank, allowed):
-        self.state_tp_size, self.kv_args, self.allowed = tp, SimpleNamespace(engine_rank=rank), allowed
+        self.state_tp_size = self.attn_tp_size = tp  # the second one in SGLang 0.5.22
+        self.kv_args, self.allowed = SimpleNamespace(engine_rank=rank), allowed
         self.blocks = self.astray = 0
 
     def _transfer_data(self, _session, blocks):
