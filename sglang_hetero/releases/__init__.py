@@ -5,10 +5,10 @@ an older release a module beside this one says what stands in their place there.
 number, and nowhere else. A release of any other number is held against the tables as they are.
 """
 
-from .release import Attribute, Release
+from .release import Attribute, Instead, Release
 from .v0_5_22 import V0_5_22
 
-__all__ = ["MADE_FOR", "OLDER", "Attribute", "Release", "by_number", "installed"]
+__all__ = ["MADE_FOR", "OLDER", "Attribute", "Instead", "Release", "by_number", "installed"]
 
 MADE_FOR = Release("0.5.23")
 """Its symbols are those of the tables, and all tests are run on it."""

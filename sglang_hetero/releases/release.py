@@ -12,16 +12,25 @@ from sglang_hetero.errors import UpstreamChanged
 
 
 @dataclass(frozen=True)
+class Instead:
+    """What takes the place of a row of the tables. row: None where nothing has to. why: as docs/versions.md says it."""
+
+    row: Symbol | None
+    why: str
+
+
+@dataclass(frozen=True)
 class Attribute:
     """One that this package reads from a class of SGLang, and that an older release has not.
 
-    value: what it stands for there.
+    value: what it stands for there. why: as docs/versions.md says it.
     """
 
     module: str
     owner: str
     name: str
     value: Any
+    why: str
 
     def __str__(self) -> str:
         return f"{self.module}.{self.owner}.{self.name}"
@@ -32,22 +41,22 @@ class Release:
     """number: as SGLang tells it. ran: what of this package has been run on it, in words; empty for the release that
     the tables are made for, on which all of it runs.
 
-    instead: by the name of a row of the tables the row that takes its place; None where nothing has to.
+    instead: by the name of a row of the tables what takes its place.
     """
 
     number: str
     ran: str = ""
-    instead: Mapping[str, Symbol | None] = field(default_factory=dict)
+    instead: Mapping[str, Instead] = field(default_factory=dict)
     attributes: tuple[Attribute, ...] = ()
 
     def rows(self, symbols: Iterable[Symbol]) -> tuple[Symbol, ...]:
         """The rows of a table as they are for this release."""
-        found = (self.instead.get(str(symbol), symbol) for symbol in symbols)
-        return tuple(symbol for symbol in found if symbol is not None)
+        found = (self.instead[str(row)].row if str(row) in self.instead else row for row in symbols)
+        return tuple(row for row in found if row is not None)
 
     def has(self, name: str) -> bool:
         """Whether a row of the tables, by its name, counts for this release."""
-        return name not in self.instead or self.instead[name] is not None
+        return name not in self.instead or self.instead[name].row is not None
 
     def complete(self) -> None:
         """Give SGLang's classes the attributes that they lack; a second time nothing happens.

@@ -11,7 +11,7 @@ from sglang_hetero.doctor.lines import Status
 from sglang_hetero.doctor.source import NotFound, Release
 from sglang_hetero.doctor.upstream import LAYOUTS, Purpose, Use, imports, uses
 from sglang_hetero.errors import UpstreamChanged
-from sglang_hetero.releases import MADE_FOR, OLDER, Attribute
+from sglang_hetero.releases import MADE_FOR, OLDER, Attribute, Instead
 from sglang_hetero.releases import Release as Served
 
 BASE = """
@@ -262,8 +262,8 @@ def test_an_older_release_has_its_own_symbols():
     moved, gone = selfcheck.RANK[0], selfcheck.RANK[1]
     older = Served(
         "0.0.1",
-        instead={str(moved): Symbol(CONN_MODULE, "Sender.poll"), str(gone): None},
-        attributes=(Attribute(CONN_MODULE, "Record", "shared", False),),
+        instead={str(moved): Instead(Symbol(CONN_MODULE, "Sender.poll"), ""), str(gone): Instead(None, "")},
+        attributes=(Attribute(CONN_MODULE, "Record", "shared", False, ""),),
     )
     newest, found = {use.name: use for use in uses()}, {use.name: use for use in uses(older)}
     assert newest.keys() - found.keys() == {str(moved), str(gone)}

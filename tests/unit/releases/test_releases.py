@@ -16,10 +16,10 @@ from sglang_hetero.cpu.gaps import Gap
 from sglang_hetero.doctor import symbols
 from sglang_hetero.doctor.upstream import uses
 from sglang_hetero.errors import UpstreamChanged
-from sglang_hetero.releases import MADE_FOR, OLDER, Attribute, Release
+from sglang_hetero.releases import MADE_FOR, OLDER, Attribute, Instead, Release
 
 TABLES = (*selfcheck.BOOTSTRAP, *selfcheck.SERVING, *selfcheck.RANK, *conv_axis.SYMBOLS)
-OLDEST_KNOWN = pytest.mark.parametrize("release", OLDER, ids=lambda release: release.number)
+each_older = pytest.mark.parametrize("release", OLDER, ids=lambda release: release.number)
 
 
 def parameters(signature: str) -> list[str]:
@@ -46,12 +46,12 @@ def problems(rows, record) -> dict[str, str]:
 # --- what is recorded -------------------------------------------------------------------------------------------------
 
 
-@OLDEST_KNOWN
+@each_older
 def test_the_self_check_takes_an_older_release_with_its_own_rows(release):
     assert problems(release.rows(TABLES), symbols.recorded(release)) == {}
 
 
-@OLDEST_KNOWN
+@each_older
 def test_it_refuses_that_release_by_the_rows_of_the_newest_one(release):
     """So each row that is told to be another one has to be."""
     record = symbols.recorded(release)
@@ -60,7 +60,7 @@ def test_it_refuses_that_release_by_the_rows_of_the_newest_one(release):
     assert release.instead.keys() <= in_tables | {gap.symbol for gap in gaps.gaps()}
 
 
-@OLDEST_KNOWN
+@each_older
 def test_the_record_has_every_symbol_of_that_release_and_no_other(release):
     """If this fails because a symbol was added: python -m sglang_hetero.doctor.record FOLDER, an unpacked wheel."""
     record = symbols.recorded(release)
@@ -68,13 +68,13 @@ def test_the_record_has_every_symbol_of_that_release_and_no_other(release):
     assert record.symbols.keys() == {use.name for use in uses(release) if not use.absent}
 
 
-@OLDEST_KNOWN
+@each_older
 def test_attributes_that_are_added_are_told_as_absent(release):
     absent = {use.name for use in uses(release) if use.absent}
     assert {str(attribute) for attribute in release.attributes} <= absent
 
 
-@OLDEST_KNOWN
+@each_older
 def test_what_was_run_on_it_is_said(release):
     assert release.number in release.ran
     assert MADE_FOR.number in release.ran
@@ -121,10 +121,10 @@ def upstream(monkeypatch):
         "0.0.1",
         ran="SGLang 0.0.1: a pair was run",
         instead={
-            "fake_upstream.Base.moved": Symbol("fake_upstream", "Owner.moved", "room"),
-            "fake_upstream.Owner.gone": None,
+            "fake_upstream.Base.moved": Instead(Symbol("fake_upstream", "Owner.moved", "room"), "elsewhere"),
+            "fake_upstream.Owner.gone": Instead(None, "not needed"),
         },
-        attributes=(Attribute("fake_upstream", "Info", "shared", False),),
+        attributes=(Attribute("fake_upstream", "Info", "shared", False, "not told"),),
     )
     monkeypatch.setattr(releases, "installed", lambda: older)
     return SimpleNamespace(module=module, older=older)
@@ -153,15 +153,15 @@ def test_attributes_are_added_once_and_for_all(upstream):
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        (Attribute("fake_upstream", "Info", "there", 1), "Info.there is there in this SGLang 0.0.1"),
-        (Attribute("fake_upstream", "Gone", "there", 1), "Gone.there has no place in this SGLang 0.0.1"),
-        (Attribute("no_such_module", "Info", "there", 1), "no_such_module.Info.there has no place"),
+        (Attribute("fake_upstream", "Info", "there", 1, ""), "Info.there is there in this SGLang 0.0.1"),
+        (Attribute("fake_upstream", "Gone", "there", 1, ""), "Gone.there has no place in this SGLang 0.0.1"),
+        (Attribute("no_such_module", "Info", "there", 1, ""), "no_such_module.Info.there has no place"),
     ],
     ids=["other value", "no class", "no module"],
 )
 def test_nothing_is_added_where_one_attribute_has_no_place(upstream, attribute, words):
     upstream.module.Info.there = 2
-    release = Release("0.0.1", attributes=(Attribute("fake_upstream", "Info", "shared", False), attribute))
+    release = Release("0.0.1", attributes=(Attribute("fake_upstream", "Info", "shared", False, "not told"), attribute))
     with pytest.raises(UpstreamChanged, match=words):
         release.complete()
     assert not hasattr(upstream.module.Info, "shared")
