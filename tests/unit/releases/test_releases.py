@@ -62,7 +62,7 @@ def test_it_refuses_that_release_by_the_rows_of_the_newest_one(release):
 
 @each_older
 def test_the_record_has_every_symbol_of_that_release_and_no_other(release):
-    """If this fails because a symbol was added: python -m sglang_hetero.doctor.record FOLDER, an unpacked wheel."""
+    """If this fails because a symbol was added: python -m sglang_hetero.doctor.record FOLDER (docs/versions.md)."""
     record = symbols.recorded(release)
     assert record.release == release.number
     assert record.symbols.keys() == {use.name for use in uses(release) if not use.absent}
