@@ -4,13 +4,16 @@ BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
 
-.PHONY: help setup ascend-env demo test test-full unit mutants faults patches lint format bench bench-small failover clean
+.PHONY: help setup ascend-env demo pair-0.5.22 test test-full unit mutants faults patches lint format bench bench-small \
+        failover clean
 
 help:
 	@echo "make setup   make or repair .venv, as all of these but clean do first"
 	@echo "make ascend-env"
 	@echo "             make or repair .venv-ascend, Triton's compiler and MemFabric for NPUs, as test and unit do first"
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
+	@echo "make pair-0.5.22"
+	@echo "             doctor and demo on SGLang 0.5.22, in .venv-0.5.22; MTP depth 0 and 3, and decode compares every byte"
 	@echo "make test    the tests (30 to 40 minutes on 2 cores)"
 	@echo "make test-full"
 	@echo "             all of them, with every pair of TP sizes on real servers (about an hour)"
@@ -26,7 +29,7 @@ help:
 	@echo "             the five topologies under load, scaled down to about 20 minutes; writes a report, can be resumed"
 	@echo "make failover"
 	@echo "             a prefill server and etcd are killed under load on real servers, about 10 minutes; writes a report"
-	@echo "make clean   remove .venv, .venv-ascend and $(OUT)/"
+	@echo "make clean   remove .venv, .venv-ascend, .venv-0.5.22 and $(OUT)/"
 
 setup:
 	@command -v "$(PYTHON)" >/dev/null || { echo >&2 \
@@ -39,6 +42,16 @@ ascend-env: setup
 
 demo: setup
 	@$(BIN)/sglang-hetero demo --log-dir $(OUT)/demo
+
+OLDER := .venv-0.5.22/bin/python -m sglang_hetero
+# Decode fails a request where what has arrived is not what was sent.
+VERIFIED := --decode-env SGLANG_HETERO_VERIFY=1 --log-dir $(OUT)/pair-0.5.22
+
+pair-0.5.22: setup
+	@"$(PYTHON)" scripts/setup_release_env.py 0.5.22
+	@$(OLDER) doctor
+	@$(OLDER) demo --mtp 0 $(VERIFIED)/mtp0
+	@$(OLDER) demo --mtp 3 $(VERIFIED)/mtp3
 
 test: setup ascend-env lint
 	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=5 -m "not full"
@@ -79,4 +92,4 @@ failover: setup
 	@$(BIN)/python -m bench_serving.failover --out $(OUT)/failover --log-dir $(OUT)/failover/logs
 
 clean:
-	rm -rf .venv .venv-ascend .venv.lock $(OUT)
+	rm -rf .venv .venv-ascend .venv-0.5.22 .venv.lock $(OUT)

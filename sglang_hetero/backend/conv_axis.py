@@ -13,6 +13,7 @@ from functools import wraps
 from math import prod
 from typing import Any, Protocol
 
+from sglang_hetero import releases
 from sglang_hetero.backend import selfcheck
 from sglang_hetero.backend.pairing import Conv
 from sglang_hetero.backend.selfcheck import MEMORY_POOL, MOONCAKE, UTILS, Symbol
@@ -62,7 +63,7 @@ def repair() -> None:
     Call it after whatever else replaces MambaPool.__init__ (cpu/gaps.py), and before a pool is made. Raises
     UpstreamChanged, with nothing replaced, if SGLang is not as expected.
     """
-    selfcheck.require(SYMBOLS)
+    selfcheck.require(releases.installed().rows(SYMBOLS))
     pool, name = selfcheck.find(INIT)
     if not hasattr(getattr(pool, name), _REPAIRED):
         setattr(pool, name, _announcing(getattr(pool, name)))

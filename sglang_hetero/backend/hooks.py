@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_hetero import releases
 from sglang_hetero.errors import StateError, UpstreamChanged
 from sglang_hetero.perf.spans import prepare
 from sglang_hetero.state import folder
@@ -98,8 +99,12 @@ def install(options: Options) -> None:
     if options.trace is not None:
         prepare(Path(options.trace))
     in_scheduler = SCHEDULER in sys.modules
-    selfcheck.require(selfcheck.BOOTSTRAP + (selfcheck.RANK if in_scheduler else ()))
+    release = releases.installed()
+    selfcheck.require(release.rows(selfcheck.BOOTSTRAP + (selfcheck.RANK if in_scheduler else ())))
     if in_scheduler:
+        if release.ran:
+            logger.warning("%s", release.ran)
+        release.complete()
         conv_axis.repair()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

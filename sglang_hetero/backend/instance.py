@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from sglang_hetero import __version__
+from sglang_hetero import __version__, releases
 from sglang_hetero.discovery.ranks import decode_told, describe
 from sglang_hetero.discovery.record import Description, Instance, encode_description
 from sglang_hetero.errors import DiscoveryError, OptionError, RecordError
@@ -244,7 +244,7 @@ def leave_at_sigterm(registrar: Any) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    selfcheck.require(selfcheck.SERVING)
+    selfcheck.require(releases.installed().rows(selfcheck.SERVING))
 
     def around(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         registrar.leave()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from sglang_hetero import releases
 from sglang_hetero.cpu.layout import conv_layout_from_env, pool_slot_shape
 from sglang_hetero.cpu.ops import commit, gates
 from sglang_hetero.errors import HeteroError
@@ -280,7 +281,7 @@ def close_gaps(table: tuple[Gap, ...] | None = None) -> None:
 
     Raises HeteroError, before anything is replaced, if a row does not fit or its new value cannot be made.
     """
-    rows = gaps() if table is None else table
+    rows = tuple(gap for gap in gaps() if releases.installed().has(gap.symbol)) if table is None else table
     homes = [_home(gap) for gap in rows]
     old = [getattr(home, gap.name, None) for gap, home in zip(rows, homes, strict=True)]
     new = [_replaced(gap, value) for gap, value in zip(rows, old, strict=True)]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_hetero import releases
 from sglang_hetero.errors import HeteroError, OptionError
 
 from . import host
@@ -117,9 +118,10 @@ def sglang_lines(folder: Path | None, found: host.Device) -> tuple[list[Line], l
     from .upstream import uses
 
     release = host.installed() if folder is None else Release(folder)
-    all_uses = uses()
-    changes = symbols.changes(release, all_uses, symbols.recorded().symbols)
-    lines = symbols.lines(release, changes, len(all_uses), cpu=host.reference_platform(found))
+    served = releases.by_number(release.version)
+    all_uses = uses(served)
+    changes = symbols.changes(release, all_uses, symbols.recorded(served).symbols)
+    lines = symbols.lines(release, served, changes, len(all_uses), cpu=host.reference_platform(found))
     return lines, symbols.needs(changes)
 
 

@@ -1,17 +1,24 @@
-"""`python -m sglang_hetero.doctor.record`: write down what the installed SGLang has of the touched symbols.
+"""`python -m sglang_hetero.doctor.record [FOLDER]`: write down what SGLang has of the touched symbols.
 
-For whoever adds one, or moves this package to another release. The file stands beside this one; a test compares it.
+Of the installed release, or of an older one whose wheel is unpacked in FOLDER. For whoever adds a symbol, or moves this
+package to another release. The files stand beside this one; a test compares that of the installed release.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+from sglang_hetero.releases import by_number
+
 from .host import installed
-from .symbols import RECORD, encode, record_of
+from .source import Release
+from .symbols import encode, record_name, record_of
 from .upstream import uses
 
 if __name__ == "__main__":
-    target = Path(__file__).with_name(RECORD)
-    target.write_bytes(encode(record_of(installed(), uses())))
+    release = Release(Path(sys.argv[1])) if sys.argv[1:] else installed()
+    served = by_number(release.version)
+    target = Path(__file__).with_name(record_name(served))
+    target.write_bytes(encode(record_of(release, uses(served))))
     print(target)

@@ -1,4 +1,5 @@
-"""The touched symbols of one release of SGLang beside what is recorded of the release that this package is made for."""
+"""The touched symbols of one release of SGLang, beside what is recorded of it; of one that this package does not serve,
+beside those of the release that it is made for."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ import msgspec
 
 from sglang_hetero.backend.selfcheck import misfit
 from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.releases import MADE_FOR
+from sglang_hetero.releases import Release as Served
 
 from .lines import Line, Status, fail, ok, warn
 from .source import Found, NotFound, Release
 from .upstream import Purpose, Use
 
-MADE_FOR = "0.5.23"
-RECORD = f"sglang-{MADE_FOR}.json"
 AREA = "symbols"
-REMEDY = f"install SGLang {MADE_FOR}, or change this package where the list says"
+INSTALL = f"install SGLang {MADE_FOR.number}"
+REMEDY = f"{INSTALL}, or change this package where the list says"
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -59,14 +61,19 @@ def encode(record: Record) -> bytes:
     return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
 
 
-def recorded() -> Record:
-    """What is recorded of the release that this package is made for."""
-    data = resources.files("sglang_hetero.doctor").joinpath(RECORD).read_bytes()
+def record_name(served: Served) -> str:
+    """The file with the record of a release that this package serves."""
+    return f"sglang-{served.number}.json"
+
+
+def recorded(served: Served = MADE_FOR) -> Record:
+    """What is recorded of a release that this package serves."""
+    data = resources.files("sglang_hetero.doctor").joinpath(record_name(served)).read_bytes()
     return msgspec.json.decode(data, type=Record)
 
 
 def changes(release: Release, uses: Iterable[Use], symbols: Mapping[str, Entry]) -> list[Change]:
-    """Every difference, in the order of the uses."""
+    """Every difference, in the order of the uses. symbols: what is recorded of them."""
     return [change for use in uses if (change := _change(release, use, symbols.get(use.name))) is not None]
 
 
@@ -79,7 +86,7 @@ def _change(release: Release, use: Use, known: Entry | None) -> Change | None:
     if (broken := _broken(use, found)) is not None:
         return Change(use, Status.FAIL, broken)
     if known is None:
-        raise UpstreamChanged(f"{use.name} is not in {RECORD}; record it: python -m sglang_hetero.doctor.record")
+        raise UpstreamChanged(f"{use.name} is not recorded; record it: python -m sglang_hetero.doctor.record")
     different = ""
     if found.signature != known.signature:
         different = f"was {known.signature}, is {found.signature}"
@@ -102,12 +109,12 @@ def _broken(use: Use, found: Found) -> str | None:
     return None if problem is None else problem.removeprefix(f"{symbol} ")
 
 
-def lines(release: Release, found: Sequence[Change], total: int, *, cpu: bool) -> list[Line]:
-    """What is printed. total: symbols looked at. cpu: whether this is the CPU reference platform; where it is not, what
-    only that needs does not fail."""
-    made = [_version(release.version)]
+def lines(release: Release, served: Served, found: Sequence[Change], total: int, *, cpu: bool) -> list[Line]:
+    """What is printed. served: with which it was compared. total: symbols looked at. cpu: whether this is the CPU
+    reference platform; where it is not, what only that needs does not fail."""
+    made = [_version(release.version, served)]
     same = total - len(found)
-    said = f"{same} of {total} are as in {MADE_FOR}"
+    said = f"{same} of {total} are as in {served.number}"
     bad = [change for change in found if change.status is Status.FAIL]
     made.append(
         warn(AREA, "touched", said, "see what a new release needs, below") if found else ok(AREA, "touched", said)
@@ -119,12 +126,12 @@ def lines(release: Release, found: Sequence[Change], total: int, *, cpu: bool) -
     return made
 
 
-def _version(version: str) -> Line:
-    if version == MADE_FOR:
+def _version(version: str, served: Served) -> Line:
+    if version == MADE_FOR.number:
         return ok(AREA, "release", f"SGLang {version}")
-    return warn(
-        AREA, "release", f"SGLang {version or 'of unknown release'}, not {MADE_FOR}", f"install SGLang {MADE_FOR}"
-    )
+    if version == served.number:
+        return warn(AREA, "release", served.ran, INSTALL)
+    return warn(AREA, "release", f"SGLang {version or 'of unknown release'}, not {MADE_FOR.number}", INSTALL)
 
 
 def needs(found: Sequence[Change]) -> list[str]:

@@ -2,7 +2,8 @@
 
 Four places name them: the self-check (backend/selfcheck.py, and backend/conv_axis.py for what its repair relies on),
 the gaps of the CPU path (cpu/gaps.py), the import statements of this package, and LAYOUTS below for classes whose
-memory is read without naming them in code. Attributes that are read from SGLang's objects by name only are in none.
+memory is read without naming them in code; releases/ says what is in their place in an older release. Attributes that
+are read from SGLang's objects by name only are in none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 import sglang_hetero
 from sglang_hetero.backend.selfcheck import BOOTSTRAP, MEMORY_POOL, RANK, SERVING, Symbol
 from sglang_hetero.layout import known_pools
+from sglang_hetero.releases import MADE_FOR
+from sglang_hetero.releases import Release as Served
 
 NPU_POOLS = "sglang.srt.hardware_backend.npu.memory_pool_npu"
 PACKAGE = Path(sglang_hetero.__file__).parent
@@ -62,10 +65,10 @@ class Use:
         return str(self.symbol)
 
 
-def uses() -> tuple[Use, ...]:
-    """All of them, sorted by name, each once. Imports torch."""
+def uses(release: Served = MADE_FOR) -> tuple[Use, ...]:
+    """All of them as they are in one release, sorted by name, each once. Imports torch."""
     found: dict[str, Use] = {}
-    for use in _named():
+    for use in _named(release):
         known = found.get(use.name)
         # Of two rows that name one symbol the one that says more stays; a server's need outweighs the CPU platform's.
         if known is None:
@@ -78,14 +81,17 @@ def uses() -> tuple[Use, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
-def _named() -> Iterator[Use]:
+def _named(release: Served) -> Iterator[Use]:
     from sglang_hetero.backend.conv_axis import SYMBOLS
     from sglang_hetero.cpu.gaps import gaps
 
-    for symbol in (*BOOTSTRAP, *SERVING, *RANK, *SYMBOLS, *LAYOUTS):
+    for symbol in release.rows((*BOOTSTRAP, *SERVING, *RANK, *SYMBOLS, *LAYOUTS)):
         yield Use(symbol, Purpose.SERVER, where=_mentions(symbol))
+    for attribute in release.attributes:
+        symbol = Symbol(attribute.module, f"{attribute.owner}.{attribute.name}", None)
+        yield Use(symbol, Purpose.SERVER, absent=True, where=_mentions(symbol))
     for gap in gaps():
-        if not gap.module.startswith("sglang."):
+        if not gap.module.startswith("sglang.") or not release.has(gap.symbol):
             continue
         name = f"{gap.owner}.{gap.name}" if gap.owner else gap.name
         parameters = None if gap.parameters is None else " ".join(one for one in gap.parameters if one != "self")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from sglang_hetero import releases
 from sglang_hetero.backend import conv_axis, instance, selfcheck, support
 from sglang_hetero.cpu.enable import SHIMS
 from sglang_hetero.layout.manifest import Side
@@ -105,7 +106,8 @@ class Sender:
     pp_size = 1
 
     def __init__(self, tp, rank, allowed):
-        self.state_tp_size, self.kv_args, self.allowed = tp, SimpleNamespace(engine_rank=rank), allowed
+        self.state_tp_size = self.attn_tp_size = tp  # the second one in SGLang 0.5.22
+        self.kv_args, self.allowed = SimpleNamespace(engine_rank=rank), allowed
         self.blocks = self.astray = 0
 
     def _transfer_data(self, _session, blocks):
@@ -252,7 +254,8 @@ def sigterm():
 def main():
     sys.path.append(str(SHIMS))
     torch.set_num_threads(1)
-    facts = {"check": selfcheck.check(selfcheck.BOOTSTRAP + selfcheck.SERVING + selfcheck.RANK + conv_axis.SYMBOLS)}
+    tables = selfcheck.BOOTSTRAP + selfcheck.SERVING + selfcheck.RANK + conv_axis.SYMBOLS
+    facts = {"check": selfcheck.check(releases.installed().rows(tables))}
     platforms = Platforms()
     geometry = replace(Geometry(), draft_tokens=DRAFT_TOKENS)
     facts["stock"] = facts_of_pools(platforms, geometry)

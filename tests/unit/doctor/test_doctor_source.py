@@ -11,6 +11,8 @@ from sglang_hetero.doctor.lines import Status
 from sglang_hetero.doctor.source import NotFound, Release
 from sglang_hetero.doctor.upstream import LAYOUTS, Purpose, Use, imports, uses
 from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.releases import MADE_FOR, OLDER, Attribute, Instead
+from sglang_hetero.releases import Release as Served
 
 BASE = """
 class Base:
@@ -188,7 +190,7 @@ def test_only_the_cpu_platform_misses_what_only_it_needs(tmp_path):
     assert [one.use.purpose for one in found] == [Purpose.CPU]
     release = tree(tmp_path / "again")
     for cpu, status in ((True, Status.FAIL), (False, Status.WARN)):
-        lines = symbols.lines(release, found, len(USES), cpu=cpu)
+        lines = symbols.lines(release, MADE_FOR, found, len(USES), cpu=cpu)
         assert lines[-1].status is status
 
 
@@ -202,7 +204,7 @@ def installed():
 
 def test_the_record_is_that_of_the_installed_release(installed):
     """If this fails because a symbol was added: python -m sglang_hetero.doctor.record."""
-    assert installed.version == symbols.MADE_FOR
+    assert installed.version == MADE_FOR.number
     all_uses = uses()
     assert symbols.record_of(installed, all_uses) == symbols.recorded()
     assert symbols.changes(installed, all_uses, symbols.recorded().symbols) == []
@@ -231,5 +233,39 @@ def test_the_digests_that_are_relied_on_are_those_of_the_source(installed):
             assert installed.find(symbol.module, symbol.name).digest == symbol.digest, symbol
 
 
-def test_the_package_has_its_record():
-    assert Path(symbols.__file__).with_name(symbols.RECORD).is_file()
+@pytest.mark.parametrize("served", [MADE_FOR, *OLDER], ids=lambda release: release.number)
+def test_the_package_has_its_records(served):
+    assert Path(symbols.__file__).with_name(symbols.record_name(served)).is_file()
+
+
+# --- an older one that is served --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (MADE_FOR.number, f"SGLang {MADE_FOR.number}"),
+        ("0.0.1", "SGLang 0.0.1, a pair was run"),
+        ("9.9.9", "SGLang 9.9.9, not"),
+    ],
+)
+def test_it_is_said_what_an_older_release_is_good_for(number, said, tmp_path):
+    older = Served("0.0.1", ran="SGLang 0.0.1, a pair was run")
+    line, touched = symbols.lines(tree(tmp_path, number), older if number == "0.0.1" else MADE_FOR, [], 5, cpu=True)
+    assert line.seen.startswith(said)
+    assert (line.status is Status.OK) is (number == MADE_FOR.number)
+    assert touched.status is Status.OK
+
+
+def test_an_older_release_has_its_own_symbols():
+    """What is in their place is looked for, what it lacks is not, and what this package adds must not be there."""
+    moved, gone = selfcheck.RANK[0], selfcheck.RANK[1]
+    older = Served(
+        "0.0.1",
+        instead={str(moved): Instead(Symbol(CONN_MODULE, "Sender.poll"), ""), str(gone): Instead(None, "")},
+        attributes=(Attribute(CONN_MODULE, "Record", "shared", False, ""),),
+    )
+    newest, found = {use.name: use for use in uses()}, {use.name: use for use in uses(older)}
+    assert newest.keys() - found.keys() == {str(moved), str(gone)}
+    assert found.keys() - newest.keys() == {f"{CONN_MODULE}.Sender.poll", f"{CONN_MODULE}.Record.shared"}
+    assert [name for name in found.keys() - newest.keys() if found[name].absent] == [f"{CONN_MODULE}.Record.shared"]
