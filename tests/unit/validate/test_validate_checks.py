@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import dataclasses
 import inspect
 import json
 import os
@@ -16,9 +17,10 @@ from sglang_hetero import cli
 from sglang_hetero.device import Lane
 from sglang_hetero.doctor.lines import Status
 from sglang_hetero.errors import HeteroError
+from sglang_hetero.merge import Assembler, batch
 from sglang_hetero.perf.records import PREFIX
 from sglang_hetero.transfer.engine.base import EngineError
-from sglang_hetero.validate import command, engines, kernels, loopback, peer, serving, table
+from sglang_hetero.validate import batches, command, engines, kernels, loopback, peer, serving, table
 from sglang_hetero.validate.stage import Settings
 from tests.unit.ascend.vendor_surface import SGLANG_ENGINES
 
@@ -58,7 +60,7 @@ def test_the_fast_stages_pass_on_a_cpu(tmp_path, monkeypatch):
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", kernels.NAMES)
+@pytest.mark.parametrize("name", kernels.OPERATIONS)
 def test_one_wrong_bit_anywhere_is_seen(name, monkeypatch):
     case = kernels._case(name, layers=1, pages=2, slots=1)
     assert kernels._difference(case, CPU, Lane(CPU)) == ""
@@ -77,6 +79,59 @@ def test_one_wrong_bit_anywhere_is_seen(name, monkeypatch):
 
     monkeypatch.setattr(kernels, "ops", Wrong())
     assert "1 of" in kernels._difference(case, CPU, Lane(CPU))
+
+
+@pytest.mark.parametrize("name", [*kernels.BATCHES, kernels.EMPTIES])
+def test_one_wrong_bit_of_what_a_transfer_calls_is_seen(name, monkeypatch):
+    """Its copies are others than those of the operations: these being right says nothing of it."""
+    case = kernels._case(name, layers=2, pages=2, slots=1)
+    assert kernels._difference(case, CPU, Lane(CPU)) == ""
+
+    class Wrong(Assembler):
+        def _flip(self):
+            ((_, last),) = list(self.memory.items())[-1:]
+            last[-1] ^= 1
+
+        def __init__(self, plan, memory):
+            super().__init__(plan, memory)
+            self.memory = memory
+
+        def merge_batch(self, arena, pieces):
+            super().merge_batch(arena, pieces)
+            self._flip()
+
+        def begin_empty(self, pages):
+            super().begin_empty(pages)
+            self._flip()
+
+    monkeypatch.setattr(batches, "Assembler", Wrong)
+    again = kernels._case(name, layers=2, pages=2, slots=1)
+    assert "1 of" in kernels._difference(again, CPU, Lane(CPU))
+
+
+@pytest.mark.parametrize("name", kernels.BATCHES)
+@pytest.mark.parametrize("fault", ["the blocks of a source change places", "rows behind the last token"])
+def test_a_wrong_batch_is_seen(name, fault, monkeypatch):
+    if fault == "rows behind the last token":
+        move = batch._move
+        monkeypatch.setattr(batch, "_move", lambda *given: dataclasses.replace(move(*given), rows=None))
+    else:
+        copies = batch.layer_copies
+
+        def turned(*given):
+            right = copies(*given)
+            return [
+                dataclasses.replace(one, target=other.target) for one, other in zip(right, right[::-1], strict=True)
+            ]
+
+        monkeypatch.setattr(batch, "layer_copies", turned)
+    assert "bytes differ" in kernels._difference(kernels._case(name, layers=2, pages=2, slots=1), CPU, Lane(CPU))
+
+
+def test_pages_that_are_not_emptied_are_seen(monkeypatch):
+    monkeypatch.setattr(batches.Assembler, "begin_empty", lambda self, pages: None)
+    case = kernels._case(kernels.EMPTIES, layers=2, pages=2, slots=1)
+    assert "bytes differ" in kernels._difference(case, CPU, Lane(CPU))
 
 
 # --- the loop-back ----------------------------------------------------------------------------------------------------
