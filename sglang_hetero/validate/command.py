@@ -112,8 +112,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"--folder {folder}: {error.strerror or error}; choose another") from None
-    for file in folder.glob("*-tokens.json"):
-        file.unlink()  # of a former run: nothing may be compared with it
+    for file in (*folder.glob("*-tokens.json"), *folder.glob("serve-*/*.log")):
+        file.unlink()  # of a former run: nothing may be compared with it, or judged by it
     fleet = arguments.fleet
     if fleet is not None and not os.access(fleet, os.X_OK):
         raise OptionError(f"--fleet {fleet}: there is no such script")

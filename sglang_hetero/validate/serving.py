@@ -2,7 +2,8 @@
 
 On a CPU the arithmetic is the same everywhere, so all tokens must be equal to the undivided server's. Accelerators add
 up in another order with another TP size: there the modes must agree with each other, every byte is checked on its way
-by digests (SGLANG_HETERO_VERIFY=1), and how far the undivided server agrees is told.
+by digests (SGLANG_HETERO_VERIFY=1), and how far the undivided server agrees is told. The same holds for the drafts that
+were accepted: wrong draft caches change no token, they only make decode slow.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_hetero import models
-from sglang_hetero.client import Client
+from sglang_hetero.client import Client, Generation
 from sglang_hetero.doctor.lines import Line, fail, ok, skip, warn
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.launcher import topology
 from sglang_hetero.launcher.fleet import Fleet
 from sglang_hetero.launcher.options import Options
 from sglang_hetero.launcher.ports import Ports
+from sglang_hetero.launcher.topology import Role
 from sglang_hetero.perf.records import PREFIX
 from sglang_hetero.transfer.pieces import StateMode
 
@@ -44,9 +48,27 @@ SEED = 18592
 START_SECONDS = {"cpu": 900.0, "npu": 3000.0, "cuda": 3000.0}
 STOP_SECONDS = 60.0
 HOST = "127.0.0.1"
-PROMISES = ("tokens", "hand-overs")
+TOKENS, DRAFTS, HAND_OVERS = "tokens", "accepted drafts", "hand-overs"
 OVERLAP_PROMISES = ("landed before the end",)
 REMEDY = "see the servers' logs in the stage's folder"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """tokens: ids. drafts: entry i is how many verify steps accepted i drafts."""
+
+    tokens: list[int]
+    drafts: list[int]
+
+
+def promises_of(topology_name: str) -> tuple[str, ...]:
+    """Lines of the stage of a topology."""
+    if topology_name == UNDIVIDED:
+        return (TOKENS,)
+    return (TOKENS, DRAFTS, HAND_OVERS) if _divided(topology_name) else (TOKENS, DRAFTS)
+
+
+def _divided(topology_name: str) -> bool:
+    return any(one.role is not Role.MIXED for one in topology.parse(topology_name).instances)
 
 
 def area_of(topology_name: str, mode: str = "") -> str:
@@ -58,8 +80,8 @@ def reference(settings: Settings, _argument: str, say: Say) -> None:
     """The undivided server; its tokens are kept for the others."""
     area = area_of(UNDIVIDED)
     found = _serve(settings, UNDIVIDED, area, "")
-    _tokens_file(settings, area).write_text(json.dumps(found))
-    say(ok(area, "tokens", f"{len(found)} prompts, {sum(map(len, found))} tokens"))
+    _keep(settings, area, found)
+    say(ok(area, TOKENS, f"{len(found)} prompts, {sum(len(one.tokens) for one in found)} tokens"))
 
 
 def run(settings: Settings, argument: str, say: Say) -> None:
@@ -67,9 +89,11 @@ def run(settings: Settings, argument: str, say: Say) -> None:
     name, _, mode = argument.partition(" ")
     area = area_of(name, mode)
     found = _serve(settings, name, area, mode)
-    _tokens_file(settings, area).write_text(json.dumps(found))
+    _keep(settings, area, found)
     say(_tokens(settings, area, found))
-    say(_hand_overs(area, _records(_logs(settings, area)), name, len(found)))
+    say(_drafts(settings, area, found))
+    if _divided(name):
+        say(_hand_overs(area, _records(_logs(settings, area)), name, len(found)))
 
 
 def overlap(settings: Settings, argument: str, say: Say) -> None:
@@ -100,22 +124,50 @@ def prompts(lengths: tuple[int, ...], vocabulary: int) -> list[list[int]]:
     return [[chance.randrange(vocabulary) for _ in range(length)] for length in lengths]
 
 
-def agreement(found: list[list[int]], other: list[list[int]]) -> int:
+def agreement(found: list[Answer], other: list[Answer]) -> int:
     """How many answers are equal, token by token."""
-    return sum(mine == theirs for mine, theirs in zip(found, other, strict=False))
+    return sum(mine.tokens == theirs.tokens for mine, theirs in zip(found, other, strict=False))
 
 
-def _tokens(settings: Settings, area: str, found: list[list[int]]) -> Line:
+def answer_of(given: Generation, tokens: int) -> Answer:
+    """What is compared of an answer. Raises HeteroError for one without, so that nothing equals nothing."""
+    if len(given.tokens) != tokens:
+        raise HeteroError(f"an answer has the ids of {len(given.tokens)} tokens, asked for were {tokens}; {REMEDY}")
+    if not given.accept_histogram:
+        raise HeteroError(f"an answer with MTP depth {MTP} tells no accepted drafts; {REMEDY}")
+    return Answer(given.tokens, given.accept_histogram)
+
+
+def _drafts(settings: Settings, area: str, found: list[Answer]) -> Line:
+    """Beside the undivided server's: on a CPU they must be those, on an accelerator they are told."""
+    whole = _kept(settings, area_of(UNDIVIDED))
+    if whole is None:
+        return skip(area, DRAFTS, f"{area_of(UNDIVIDED)} has left none to compare with")
+    mean, other = (sum(map(_accepted, answers)) / len(answers) for answers in (found, whole))
+    figures = {"drafts a step": round(mean, 3), "undivided drafts a step": round(other, 3)}
+    seen = f"{mean:.2f} a verify step, of the undivided server {other:.2f}"
+    if settings.device == "cpu" and [one.drafts for one in found] != [one.drafts for one in whole]:
+        remedy = f"draft caches arrive wrong, which changes no token and makes decode slow: {REMEDY}, and report it"
+        return fail(area, DRAFTS, f"others than the undivided server's: {seen}", remedy, **figures)
+    return ok(area, DRAFTS, seen, **figures)
+
+
+def _accepted(answer: Answer) -> float:
+    """Drafts that a verify step accepted, on average."""
+    return sum(number * steps for number, steps in enumerate(answer.drafts)) / max(1, sum(answer.drafts))
+
+
+def _tokens(settings: Settings, area: str, found: list[Answer]) -> Line:
     """Beside the undivided server on a CPU; on an accelerator beside the first mode that has run."""
     whole = _kept(settings, area_of(UNDIVIDED))
     if settings.device == "cpu":
         if whole is None:
-            return skip(area, "tokens", f"{area_of(UNDIVIDED)} has left none to compare with")
+            return skip(area, TOKENS, f"{area_of(UNDIVIDED)} has left none to compare with")
         same = agreement(found, whole)
         seen = f"{same} of {len(found)} answers are those of the undivided server"
         if same == len(found) == len(whole):
-            return ok(area, "tokens", seen, same=same)
-        return fail(area, "tokens", seen, f"a hand-over is wrong: {REMEDY}, and report it", same=same)
+            return ok(area, TOKENS, seen, same=same)
+        return fail(area, TOKENS, seen, f"a hand-over is wrong: {REMEDY}, and report it", same=same)
     beside = f"; {agreement(found, whole)} of {len(found)} are the undivided server's" if whole else ""
     others = [
         (other, kept)
@@ -124,11 +176,11 @@ def _tokens(settings: Settings, area: str, found: list[list[int]]) -> Line:
     ]
     different = [other for other, kept in others if agreement(found, kept) != len(found)]
     if different and area.startswith(area_of(DIVIDED)):
-        return fail(area, "tokens", f"other answers than {', '.join(different)}{beside}", f"{REMEDY}, and report it")
+        return fail(area, TOKENS, f"other answers than {', '.join(different)}{beside}", f"{REMEDY}, and report it")
     if whole and not agreement(found, whole):
         seen = f"none of {len(found)} answers is the undivided server's"
-        return warn(area, "tokens", seen, "rounding with another TP size may do that; compare answers of a real model")
-    return ok(area, "tokens", f"{len(found)} answers, alike in {len(others)} other modes{beside}")
+        return warn(area, TOKENS, seen, "rounding with another TP size may do that; compare answers of a real model")
+    return ok(area, TOKENS, f"{len(found)} answers, alike in {len(others)} other modes{beside}")
 
 
 def _hand_overs(area: str, records: list[dict[str, Any]], name: str, requests: int) -> Line:
@@ -136,22 +188,32 @@ def _hand_overs(area: str, records: list[dict[str, Any]], name: str, requests: i
     wanted = topology.parse(name)
     equal = len({one.tp for one in wanted.instances}) == 1
     if equal and not records:
-        return ok(area, "hand-overs", "TP sizes are equal: SGLang's own path, as SGLANG_HETERO=auto says")
+        return ok(area, HAND_OVERS, "TP sizes are equal: SGLang's own path, as SGLANG_HETERO=auto says")
     if not records:
-        return fail(area, "hand-overs", f"no {PREFIX} line: this package's path was not taken", "see docs/options.md")
+        return fail(area, HAND_OVERS, f"no {PREFIX} line: this package's path was not taken", "see docs/options.md")
     bad = sorted({str(one.get("outcome")) for one in records if one.get("outcome") != "ok"})
     if bad:
-        return fail(area, "hand-overs", f"some failed: {'; '.join(bad)}", REMEDY)
-    counts = {side: len({one["room"] for one in records if one.get("side") == side}) for side in ("prefill", "decode")}
+        return fail(area, HAND_OVERS, f"some failed: {'; '.join(bad)}", REMEDY)
+    counts = {role.value: _handed_over(records, role, wanted) for role in (Role.PREFILL, Role.DECODE)}
     if min(counts.values()) < requests:
-        seen = f"{requests} requests, but {counts['prefill']} were handed over and {counts['decode']} received"
-        return fail(area, "hand-overs", seen, REMEDY)
+        seen = f"{requests} requests; all ranks handed {counts['prefill']} of them over and received {counts['decode']}"
+        return fail(area, HAND_OVERS, seen, REMEDY)
     moved = sum(sum(one["bytes"].values()) for one in records if one.get("side") == "prefill")
-    return ok(area, "hand-overs", f"{counts['decode']} requests on all ranks, {moved / 1e6:.1f} MB", MB=moved / 1e6)
+    return ok(area, HAND_OVERS, f"{counts['decode']} requests on all ranks, {moved / 1e6:.1f} MB", MB=moved / 1e6)
 
 
-def _serve(settings: Settings, name: str, area: str, mode: str) -> list[list[int]]:
-    """Start a topology, send the prompts, stop it; the tokens of each answer."""
+def _handed_over(records: list[dict[str, Any]], role: Role, wanted: topology.Topology) -> int:
+    """Requests that every rank of a server of that role has a line of."""
+    ranks: dict[Any, set[Any]] = {}
+    for one in records:
+        if one.get("side") == role.value:
+            ranks.setdefault(one["room"], set()).add(one.get("rank"))
+    size = min(one.tp for one in wanted.instances if one.role is role)
+    return sum(len(names) >= size for names in ranks.values())
+
+
+def _serve(settings: Settings, name: str, area: str, mode: str) -> list[Answer]:
+    """Start a topology, send the prompts, stop it; each answer."""
     folder = _logs(settings, area)
     vocabulary = models.spec(MODEL).vocab_size
     asked, tokens = prompts(LENGTHS[settings.quick], vocabulary), OUTPUT[settings.quick]
@@ -160,7 +222,7 @@ def _serve(settings: Settings, name: str, area: str, mode: str) -> list[list[int
         client = Client(url)
         found = []
         for prompt in asked:
-            found.append(client.generate(prompt, tokens).tokens)
+            found.append(answer_of(client.generate(prompt, tokens), tokens))
             print(f"[{time.strftime('%H:%M:%S')}] a prompt of {len(prompt)} tokens is answered", flush=True)
         return found
 
@@ -241,12 +303,16 @@ def _tokens_file(settings: Settings, area: str) -> Path:
     return Path(settings.folder) / f"{area}-tokens.json"
 
 
-def _kept(settings: Settings, area: str) -> list[list[int]] | None:
+def _keep(settings: Settings, area: str, found: list[Answer]) -> None:
+    """For the stages behind."""
+    _tokens_file(settings, area).write_bytes(msgspec.json.encode(found))
+
+
+def _kept(settings: Settings, area: str) -> list[Answer] | None:
     try:
-        found: list[list[int]] = json.loads(_tokens_file(settings, area).read_text())
-    except (OSError, ValueError):
+        return msgspec.json.decode(_tokens_file(settings, area).read_bytes(), type=list[Answer])
+    except (OSError, msgspec.MsgspecError):
         return None
-    return found
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def _serve(name: str, mode: str, *, slow: bool) -> Stage:
     return Stage(
         serving.area_of(name, mode),
         f"{PACKAGE}.serving:{'reference' if whole else 'run'}",
-        serving.PROMISES[:1] if whole or name.startswith("mixed") else serving.PROMISES,
+        serving.promises_of(name),
         SERVE_SECONDS,
         devices=DEVICES[name],
         argument=f"{name} {mode}".strip(),

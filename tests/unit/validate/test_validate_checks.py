@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from sglang_hetero import cli
+from sglang_hetero.client import Generation
 from sglang_hetero.device import Lane
 from sglang_hetero.doctor.lines import Status
 from sglang_hetero.errors import HeteroError
@@ -232,8 +233,9 @@ def test_blocks_change_places():
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
-def line(side, room, outcome="ok", **more):
-    told = {"side": side, "room": room, "outcome": outcome, "bytes": {"kv": 1000}, "tokens": 10, **more}
+def line(side, room, outcome="ok", rank=0, **more):
+    told = {"side": side, "rank": f"{side} TP{rank}", "room": room, "outcome": outcome, "bytes": {"kv": 1000}}
+    told |= {"tokens": 10, **more}
     return f"[2026-01-01] INFO {PREFIX} {json.dumps(told)}"
 
 
@@ -243,19 +245,34 @@ def logged(folder, area, *lines):
     return serving._records(folder / area)
 
 
-BOTH = (line("prefill", 1), line("decode", 1), line("prefill", 2), line("decode", 2))
+def whole(room):
+    """All ranks of P2/D1."""
+    return line("prefill", room), line("prefill", room, rank=1), line("decode", room)
+
+
+BOTH = (*whole(1), *whole(2))
 
 
 @pytest.mark.parametrize(
     ("lines", "name", "status"),
     [
         (BOTH, "p2_d1", OK),
-        (BOTH[:3], "p2_d1", FAIL),
+        (BOTH[:5], "p2_d1", FAIL),
+        ((*BOTH[:4], BOTH[5]), "p2_d1", FAIL),
+        ((*BOTH[:4], BOTH[3], BOTH[5]), "p2_d1", FAIL),
         ((), "p2_d1", FAIL),
         ((), "p2_d2", OK),
         ((*BOTH, line("decode", 3, "it was cancelled")), "p2_d1", FAIL),
     ],
-    ids=["all", "one not received", "not our path", "equal sizes", "one failed"],
+    ids=[
+        "all",
+        "one not received",
+        "a rank has not sent",
+        "the same rank twice",
+        "not our path",
+        "equal sizes",
+        "one failed",
+    ],
 )
 def test_every_request_must_have_taken_our_path(lines, name, status, tmp_path):
     assert serving._hand_overs("a", logged(tmp_path, "a", *lines), name, 2).status is status
@@ -277,8 +294,15 @@ def test_overlap_without_servers_is_skipped(tmp_path):
     assert [one.status for one in said] == [Status.SKIP]
 
 
-def keep(folder, area, tokens):
-    (folder / f"{area}-tokens.json").write_text(json.dumps(tokens))
+DRAFTED = [2, 1, 0, 1]
+
+
+def answers(*tokens, drafts=DRAFTED):
+    return [serving.Answer(list(own), drafts) for own in tokens]
+
+
+def keep(folder, area, found):
+    serving._keep(settings(folder), area, found)
 
 
 UNDIVIDED = serving.area_of("mixed_tp1")
@@ -286,24 +310,66 @@ PREPUSH, PULL = (serving.area_of("p2_d1", mode) for mode in ("prepush", "pull"))
 
 
 def test_on_a_cpu_one_wrong_token_fails(tmp_path):
-    keep(tmp_path, UNDIVIDED, [[1, 2], [3, 4]])
-    assert serving._tokens(settings(tmp_path), PREPUSH, [[1, 2], [3, 4]]).status is OK
-    assert serving._tokens(settings(tmp_path), PREPUSH, [[1, 2], [3, 5]]).status is FAIL
+    keep(tmp_path, UNDIVIDED, answers([1, 2], [3, 4]))
+    assert serving._tokens(settings(tmp_path), PREPUSH, answers([1, 2], [3, 4])).status is OK
+    assert serving._tokens(settings(tmp_path), PREPUSH, answers([1, 2], [3, 5])).status is FAIL
+    assert serving._tokens(settings(tmp_path), PREPUSH, answers([1, 2])).status is FAIL
 
 
-def test_on_a_cpu_nothing_to_compare_with_is_no_pass(tmp_path):
-    assert serving._tokens(settings(tmp_path), PREPUSH, [[1, 2]]).status is Status.SKIP
+def test_nothing_to_compare_with_is_no_pass(tmp_path):
+    for judge in (serving._tokens, serving._drafts):
+        assert judge(settings(tmp_path), PREPUSH, answers([1, 2])).status is Status.SKIP
+    serving._tokens_file(settings(tmp_path), UNDIVIDED).write_text("[[1, 2]]")
+    assert serving._tokens(settings(tmp_path), PREPUSH, answers([1, 2])).status is Status.SKIP
+
+
+def test_an_answer_without_what_is_compared_is_no_pass():
+    """Nothing would equal nothing."""
+    whole = Generation("text", [1, 2], 5, 2, 0.1, {"spec_correct_drafts_histogram": DRAFTED})
+    assert serving.answer_of(whole, 2) == serving.Answer([1, 2], DRAFTED)
+    for lacks in (dataclasses.replace(whole, tokens=[]), dataclasses.replace(whole, meta={})):
+        with pytest.raises(HeteroError, match="see the servers' logs"):
+            serving.answer_of(lacks, 2)
+
+
+def test_on_a_cpu_drafts_must_be_those_of_the_undivided_server(tmp_path):
+    """Tokens are right without them, too."""
+    keep(tmp_path, UNDIVIDED, answers([1, 2], [3, 4]))
+    good = serving._drafts(settings(tmp_path), PREPUSH, answers([1, 2], [3, 4]))
+    assert (good.status, good.figures) == (OK, {"drafts a step": 1.0, "undivided drafts a step": 1.0})
+    others = answers([1, 2], [3, 4], drafts=[4, 0, 0, 0])
+    bad = serving._drafts(settings(tmp_path), PREPUSH, others)
+    assert (bad.status, "0.00 a verify step, of the undivided server 1.00" in bad.seen) == (FAIL, True)
+    told = serving._drafts(settings(tmp_path, "npu"), PREPUSH, others)
+    assert (told.status, told.figures["drafts a step"]) == (OK, 0.0)
 
 
 def test_on_an_npu_the_modes_must_agree_and_the_undivided_server_is_told_of(tmp_path):
-    keep(tmp_path, UNDIVIDED, [[1, 2], [3, 9]])
-    keep(tmp_path, PREPUSH, [[1, 2], [3, 4]])
+    keep(tmp_path, UNDIVIDED, answers([1, 2], [3, 9]))
+    keep(tmp_path, PREPUSH, answers([1, 2], [3, 4]))
     npu = settings(tmp_path, "npu")
-    good = serving._tokens(npu, PULL, [[1, 2], [3, 4]])
+    good = serving._tokens(npu, PULL, answers([1, 2], [3, 4]))
     assert (good.status, "1 of 2 are the undivided server's" in good.seen) == (OK, True)
-    assert serving._tokens(npu, PULL, [[1, 2], [3, 5]]).status is FAIL
-    keep(tmp_path, UNDIVIDED, [[7, 7], [7, 7]])
-    assert serving._tokens(npu, PULL, [[1, 2], [3, 4]]).status is WARN
+    assert serving._tokens(npu, PULL, answers([1, 2], [3, 5])).status is FAIL
+    keep(tmp_path, UNDIVIDED, answers([7, 7], [7, 7]))
+    assert serving._tokens(npu, PULL, answers([1, 2], [3, 4])).status is WARN
+
+
+@pytest.mark.parametrize(
+    "stage", [one for one in table.stages(matrix=True) if one.run.endswith("serving:run")], ids=lambda one: one.name
+)
+def test_a_stage_with_servers_says_what_it_has_promised(stage, monkeypatch, tmp_path):
+    """Of servers that are not divided nothing is handed over, so that there is no line about that."""
+    found = answers([1, 2])
+    keep(tmp_path, UNDIVIDED, found)
+    monkeypatch.setattr(serving, "_serve", lambda *_: found)
+    lines = (*whole(1), line("decode", 1, rank=1))
+    monkeypatch.setattr(serving, "_records", lambda _: [json.loads(one.split(PREFIX)[1]) for one in lines])
+    said = []
+    serving.run(settings(tmp_path), stage.argument, said.append)
+    assert {one.status for one in said} == {OK}, said
+    assert sorted(one.name for one in said) == sorted(stage.promises)
+    assert {one.area for one in said} == {stage.name}
 
 
 FLEET = """#!/bin/sh

@@ -196,8 +196,11 @@ def test_the_exit_status_is_by_failures_alone(status, code, monkeypatch, tmp_pat
     assert "1 skip" in capsys.readouterr().out
 
 
-def test_tokens_of_a_former_run_are_not_compared_with(tmp_path, monkeypatch):
-    old = tmp_path / "serve-mixed_tp1-tokens.json"
+@pytest.mark.parametrize("left", ["serve-mixed_tp1-tokens.json", "serve-p2_d1-prepush/prefill0.log"])
+def test_nothing_is_judged_by_what_a_former_run_has_left(tmp_path, monkeypatch, left):
+    """A stage whose servers do not start leaves the old logs as they are, and others read them."""
+    old = tmp_path / left
+    old.parent.mkdir(exist_ok=True)
     old.write_text("[[1]]")
     monkeypatch.setattr(command, "run_all", lambda stages, settings, tell: [])
     monkeypatch.setattr(command, "raise_on_signals", lambda: None)
