@@ -456,6 +456,18 @@ FAULTS = [
         "while (emptying := not inbox.emptied()) or any(",
         "while (emptying := False) or any(",
     ),
+    Fault(
+        "pages are emptied beside the forward passes",
+        _DECODE,
+        "                with self._forward.active():\n                    source_set.assembler.begin_empty(pages)",
+        "                source_set.assembler.begin_empty(pages)",
+    ),
+    Fault(
+        "what a failed emptying has enqueued is not waited for",
+        _DECODE,
+        "            finally:\n                done = self._forward.done()",
+        "            finally:\n                pass\n            done = self._forward.done()",
+    ),
     Fault("the draft's columns are taken over without its caches", _ROW, "drafts_move or not column.draft", "True"),
     Fault(
         "columns are taken over in their order",

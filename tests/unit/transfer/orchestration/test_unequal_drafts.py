@@ -73,17 +73,49 @@ def test_a_request_that_is_refused_empties_nothing(monkeypatch):
 
 
 class SlowLane:
-    """A device that has not come yet to what was enqueued for it."""
+    """A device that has not come yet to what was enqueued for it. calls: what was asked of its stream, in order."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()
+        self.calls: list[str] = []
 
     @contextmanager
     def active(self):
-        yield
+        self.calls.append("on the stream")
+        try:
+            yield
+        finally:
+            self.calls.append("off the stream")
 
     def done(self):
+        self.calls.append("event")
         return self.arrived.is_set
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["emptied", "fails in the middle"])
+def test_pages_are_emptied_on_the_stream_of_the_forward_passes_and_waited_for(monkeypatch, fails):
+    """The draft's forward passes read them there. What was enqueued before an error still empties them."""
+    with World(PLAIN, (1, 1), decode_model=FOUR) as world:
+        side, lane = world.decode[0].side, SlowLane()
+        whole = world.sets[0].assembler.begin_empty
+
+        def begin_empty(pages):
+            lane.calls.append("emptied")
+            whole(pages)
+            if fails:
+                raise MergeError("no more memory")
+
+        monkeypatch.setattr(side, "_forward", lane)
+        monkeypatch.setattr(world.sets[0].assembler, "begin_empty", begin_empty)
+        world.start(1, TOKENS)
+        assert lane.calls == ["on the stream", "emptied", "off the stream", "event"]
+        assert not side._current[1].emptied()
+        side.fail(1, "the test ends")
+        lane.arrived.set()
+        settled = threading.Thread(target=side.settle, args=(1,), daemon=True)
+        settled.start()
+        settled.join(10.0)
+        assert not settled.is_alive()
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["in time", "long"])
