@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 
 from sglang_hetero import __version__
@@ -58,8 +59,13 @@ def device(folder: Path = DEV, environ: Mapping[str, str] = os.environ) -> Devic
     for kind, (pattern, variable) in DEVICES.items():
         if count := len(list(folder.glob(pattern))):
             chosen = environ.get(variable)
-            return Device(kind, count if chosen is None else sum(bool(one.strip()) for one in chosen.split(",")))
+            return Device(kind, count if chosen is None else min(count, _chosen(chosen)))
     return Device("cpu", 1)
+
+
+def _chosen(given: str) -> int:
+    """How many devices a vendor's variable leaves: those before the first number that is none, such as -1."""
+    return len(list(takewhile(lambda one: not one.strip().startswith("-"), filter(str.strip, given.split(",")))))
 
 
 def installed() -> Release:

@@ -61,6 +61,9 @@ def test_only_a_failure_fails():
         (["nvidia0", "nvidiactl"], {"ASCEND_RT_VISIBLE_DEVICES": ""}, host.Device("cuda", 1)),
         (["davinci0", "davinci1", "davinci2"], {"ASCEND_RT_VISIBLE_DEVICES": "1,2"}, host.Device("npu", 2)),
         (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": ""}, host.Device("cuda", 0)),
+        (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": "-1"}, host.Device("cuda", 0)),
+        (["nvidia0", "nvidia1"], {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,-1,1"}, host.Device("cuda", 1)),
+        (["davinci0"], {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3"}, host.Device("npu", 1)),
     ],
 )
 def test_devices_are_those_that_the_kernel_shows(files, environ, found, tmp_path):
