@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,9 @@ def test_a_cpu_needs_no_module(monkeypatch):
     with Lane(CPU).active(), ForwardLane(CPU).active():
         pass
     assert ForwardLane(CPU).immediate and ForwardLane(CPU).done()()
-    copy = HostCopy(torch.tensor([[3], [5]], dtype=torch.int32))
+    values = torch.tensor([[3], [5]], dtype=torch.int32)
+    copy = HostCopy(values)
+    values.fill_(7)  # the scheduler goes on: its table of pages is another one soon
     assert copy.ready() and copy.array().tolist() == [3, 5]
     assert devices.to_device(np.arange(3), CPU).tolist() == [0, 1, 2]
 
@@ -116,12 +119,15 @@ def test_a_copy_to_the_host_is_ready_when_its_stream_says_so(module, monkeypatch
         return host
 
     monkeypatch.setattr(torch, "empty", empty)
-    there = SimpleNamespace(device=KINDS[1], shape=torch.Size((2, 1)), dtype=torch.int32)
+    there = type("OnDevice", (), {"device": KINDS[1], "shape": torch.Size((2, 1)), "dtype": torch.int32})()
     monkeypatch.setattr(torch.Tensor, "copy_", lambda to, values, *, non_blocking: asked.append(non_blocking))
     with module.stream(stream):
         copy = HostCopy(there)
     assert asked == [((2, 1), torch.int32, True), True]
     assert not copy.ready()
+    kept = weakref.ref(there)
+    del there
+    assert kept() is not None, "the device still reads it"
     host.fill_(7)
     stream.synchronize()
     assert copy.ready() and copy.array().tolist() == [7, 7]
