@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,32 @@ def test_a_copy_to_the_host_is_ready_when_its_stream_says_so(module, monkeypatch
     host.fill_(7)
     stream.synchronize()
     assert copy.ready() and copy.array().tolist() == [7, 7]
+
+
+def test_an_array_goes_to_a_device_from_pinned_memory_without_waiting(monkeypatch):
+    """From other memory a device may read after whoever made the array has written to it again."""
+    asked = []
+
+    class Host:
+        def pin_memory(self):
+            asked.append("pinned")
+            return self
+
+        def to(self, device, *, non_blocking=False):
+            asked.append((device, non_blocking))
+            return "there"
+
+    monkeypatch.setattr(torch, "from_numpy", lambda values: Host())
+    assert devices.to_device(np.arange(3), KINDS[1]) == "there"
+    assert asked == ["pinned", (KINDS[1], True)]
+
+
+def test_an_npu_is_known_to_torch_when_its_package_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    for kind in ("cpu", "cuda"):
+        devices.attach(kind)
+    with pytest.raises(ImportError):
+        devices.attach("npu")
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------
