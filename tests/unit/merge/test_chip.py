@@ -19,7 +19,14 @@ def says(monkeypatch):
     chip._chip.cache_clear()
 
     def set_properties(**figures):
-        module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**figures))
+        """A figure that is a list has one for each number of a device."""
+
+        def get_device_properties(device):
+            return SimpleNamespace(
+                **{name: told[device.index] if isinstance(told, list) else told for name, told in figures.items()}
+            )
+
+        module = SimpleNamespace(get_device_properties=get_device_properties)
         monkeypatch.setattr(torch, "get_device_module", lambda device: module)
 
     yield set_properties
@@ -73,6 +80,11 @@ def test_where_nobody_says_a_number_the_smallest_chip_is_meant(says, monkeypatch
     says(name="Ascend910B2")
     monkeypatch.setitem(sys.modules, "triton", None)
     assert chip.chip(torch.device(NPU, 0)).programs == 40
+
+
+def test_each_device_is_asked_for_itself(says):
+    says(name="Ascend910B2", vector_core_num=[48, 40])
+    assert [chip.chip(torch.device(NPU, number)).programs for number in (0, 1)] == [48, 40]
 
 
 def test_a_device_is_asked_once(says):
