@@ -10,11 +10,13 @@ import pytest
 
 from sglang_hetero.layout.window import ConvLayout
 
-from . import Forward, Geometry, Handoff, Harness, Leftovers
+from . import Abort, Forward, Geometry, Handoff, Harness, Leftovers, On
 from .product import (
     OFF,
     PULL,
     PUSH,
+    SCARCE,
+    SIXES,
     STOCK,
     VERIFY,
     around_pages,
@@ -63,6 +65,35 @@ def test_every_byte_arrives_and_no_other_is_written(
             counters = pair.hetero("hetero_counters")
             assert sum(each.get("verified", 0) for each in counters) > 0
             assert not any(each.get("differences") for each in counters)
+        check_all_is_back(pair)
+
+
+@pytest.mark.parametrize("depths", [(OFF_DEPTH, DEPTH_3), (DEPTH_5, DEPTH_1)], ids=lambda pair: f"P-{IDS[pair[0]]}")
+@pytest.mark.parametrize(
+    ("sizes", "page"),
+    [((3, 2), 1), ((2, 3), 64), ((4, 1), 128)],
+    ids=lambda value: f"P{value[0]}D{value[1]}" if isinstance(value, tuple) else f"page{value}",
+)
+def test_other_sizes_and_pages_with_requests_that_are_given_up(
+    harness: Harness, sizes: tuple[int, int], page: int, depths: tuple[int, int]
+) -> None:
+    """Their pages and slots are others' next, with whatever was emptied or had arrived in them."""
+    both = geometry(page, conv_layout=ConvLayout.WINDOW_FIRST, hidden_size=48, **(SIXES if 3 in sizes else {}))
+    theirs, ours = (replace(both, draft_tokens=depth) for depth in depths)
+    with harness.pair(
+        theirs, prefill_tp=sizes[0], decode_tp=sizes[1], decode_geometry=ours, decode_env=SCARCE, seed=page
+    ) as pair:
+        for turn in range(3):
+            lost = [Handoff(150, 3, seed=100 * turn + number, abort=Abort(on, number)) for number, on in enumerate(On)]
+            kept = around_pages(page, 100 * turn + 10)
+            result = pair.handoff_many(
+                [each for pairs in zip(kept, lost, strict=False) for each in pairs] + kept[len(lost) :],
+                leftovers=Leftovers.UNTOUCHED,
+                before_compare=lambda pair, _: pair.quiet(),
+            )
+            assert not result.differences, [str(difference) for difference in result.differences]
+            assert sum(outcome.succeeded for outcome in result.outcomes) >= len(kept), result.outcomes
+        check_ours(pair)
         check_all_is_back(pair)
 
 
