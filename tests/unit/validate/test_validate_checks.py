@@ -279,9 +279,11 @@ def test_every_request_must_have_taken_our_path(lines, name, status, tmp_path):
 
 
 @pytest.mark.parametrize(("share", "status"), [(0.9, OK), (0.0, FAIL)])
-def test_overlap_is_that_of_the_longest_prompt(share, status, tmp_path):
+def test_overlap_is_that_of_the_longest_prompt_at_its_slowest_rank(share, status, tmp_path):
     short = line("prefill", 1, tokens=10, early_share=0.5, after_prefill_ms=1.0)
-    logged(tmp_path, "a", short, line("prefill", 2, tokens=900, early_share=share, after_prefill_ms=3.0))
+    long = {"tokens": 900, "after_prefill_ms": 3.0}
+    ranks = [line("prefill", 2, rank=rank, early_share=own, **long) for rank, own in enumerate((0.95, share))]
+    logged(tmp_path, "a", short, *ranks)
     said = []
     serving.overlap(settings(tmp_path), "a", said.append)
     assert [one.status for one in said] == [status]
