@@ -22,6 +22,7 @@ _CPU = "sglang_hetero/merge/cpu.py"
 _KERNEL = "sglang_hetero/merge/triton_kernels.py"
 _LAUNCH = "sglang_hetero/merge/triton_ops.py"
 _PROGRAM = "sglang_hetero/transfer/pieces/program.py"
+_PIECES_COVERAGE = "sglang_hetero/transfer/pieces/coverage.py"
 _OUTBOX = "sglang_hetero/transfer/outbox.py"
 _DISPATCH = "sglang_hetero/transfer/dispatch.py"
 _PREFILL = "sglang_hetero/transfer/prefill.py"
@@ -29,6 +30,7 @@ _RECEPTION = "sglang_hetero/transfer/reception.py"
 _DECODE = "sglang_hetero/transfer/decode.py"
 _FOLLOWER = "sglang_hetero/transfer/follower.py"
 _LAYERWISE = "sglang_hetero/backend/layerwise.py"
+_FIRST_TOKEN = "sglang_hetero/backend/first_token.py"
 _BATCH = "sglang_hetero/merge/batch.py"
 _COPIES = "sglang_hetero/merge/copies.py"
 _TABLE = "sglang_hetero/merge/triton_batch.py"
@@ -474,6 +476,22 @@ FAULTS = [
         _ROW,
         "None for column in destination.row)",
         "None for column in sorted(destination.row, key=lambda column: theirs.get(column.name, -1)))",
+    ),
+    Fault(
+        "what nobody sends need not be emptied",
+        _PIECES_COVERAGE,
+        "            whole = (1 << pages) - 1 if component.item is Item.PAGE else 1\n",
+        "            if component.role in plan.missing:\n                continue\n"
+        "            whole = (1 << pages) - 1 if component.item is Item.PAGE else 1\n",
+    ),
+    Fault(
+        "a draft begins with the state of another request",
+        _FIRST_TOKEN,
+        '"output_hidden_states": lambda column, _: column.zero_(),',
+        '"output_hidden_states": lambda column, _: None,',
+    ),
+    Fault(
+        "columns of other sizes are taken over", _FIRST_TOKEN, "if size not in (None, tensor[row].nbytes)", "if False"
     ),
     Fault("two kinds of draft caches are one draft", _COMPATIBILITY, "(offered ^ wanted) & _DRAFTS:", "False:"),
     Fault(

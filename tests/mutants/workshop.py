@@ -18,6 +18,8 @@ POOLS = ("tests/unit/layout",)
 """In runs of their own, because they import SGLang."""
 TRANSFER = (
     "tests/unit/transfer/test_pieces_program.py",
+    "tests/unit/transfer/test_pieces_coverage.py",
+    "tests/unit/backend/test_first_token.py",
     "tests/unit/transfer/orchestration/test_layerwise.py",
     "tests/unit/transfer/orchestration/test_arrival.py",
     "tests/unit/transfer/test_follower.py",
