@@ -242,6 +242,7 @@ TOUCH_NONE = {
     ("backend/background.py", "Thread"): "requests over HTTP",
     ("backend/doubts.py", "Worker"): "sockets and processes",
     ("backend/liveness.py", "Worker"): "sockets",
+    ("backend/rank_told.py", "Thread"): "writes a file",
     ("backend/watch.py", "Worker"): "figures of this process",
     ("discovery/members.py", "Worker"): "etcd",
     ("discovery/registrar.py", "Worker"): "etcd",
