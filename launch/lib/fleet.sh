@@ -36,7 +36,9 @@ whole LAUNCH_FIRST_DEVICE 0
 export LAUNCH_PYTHON LAUNCH_IP
 unset LAUNCH_NODES LAUNCH_NODE LAUNCH_LEADER
 # All of it is on this host. SGLang asks its own servers by HTTP, and would ask a proxy of the environment for them.
-export no_proxy="$LAUNCH_IP,127.0.0.1,localhost${no_proxy:+,$no_proxy}"
+# The variable has two names; where a shell has both, most programs read the small one.
+not_proxied=${no_proxy:-${NO_PROXY:-}}
+export no_proxy="$LAUNCH_IP,127.0.0.1,localhost${not_proxied:+,$not_proxied}"
 export NO_PROXY=$no_proxy
 if [ "$platform" = ascend ] && [ "$topology" != "${topology#p}" ]; then
     # Where MemFabric's config store is; the prefill server makes it, or where there are several, store.sh does.

@@ -125,9 +125,11 @@ def process_port(process: subprocess.Popen[str]) -> str:
     return psutil.Process(process.pid).environ()["LAUNCH_PORT"]
 
 
-def test_no_proxy_is_asked_for_the_servers_of_this_host(tmp_path):
+@pytest.mark.parametrize("name_of_the_shell", ["no_proxy", "NO_PROXY"])
+def test_no_proxy_is_asked_for_the_servers_of_this_host(name_of_the_shell, tmp_path):
     """SGLang asks its own servers, and decode asks prefill, with a library that takes proxies from the environment."""
-    with fleet(tmp_path, http_proxy="http://10.0.0.1:3128", no_proxy="10.0.0.2", LAUNCH_IP="127.0.0.2") as process:
+    given = {"http_proxy": "http://10.0.0.1:3128", name_of_the_shell: "10.0.0.2", "LAUNCH_IP": "127.0.0.2"}
+    with fleet(tmp_path, **given) as process:
         wait_ready(process)
         for name in SERVERS:
             found = psutil.Process(int((tmp_path / name).read_text().split()[0])).environ()
