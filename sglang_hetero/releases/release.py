@@ -67,11 +67,23 @@ class Release:
         for owner, attribute in zip(owners, self.attributes, strict=True):
             setattr(owner, attribute.name, attribute.value)
 
+    @property
+    def _this(self) -> str:
+        return f"this SGLang {self.number}"
+
+    @property
+    def _remedy(self) -> str:
+        return f"install SGLang {self.number} as released"
+
     def _owner(self, attribute: Attribute) -> Any:
         try:
             owner = getattr(importlib.import_module(attribute.module), attribute.owner)
         except (ImportError, AttributeError) as error:
-            raise UpstreamChanged(f"{attribute} has no place in this SGLang {self.number} ({error})") from error
-        if getattr(owner, attribute.name, attribute.value) != attribute.value:
-            raise UpstreamChanged(f"{attribute} is there in this SGLang {self.number}, which has none")
+            raise UpstreamChanged(f"{attribute} has no place in {self._this} ({error}); {self._remedy}") from error
+        found = getattr(owner, attribute.name, attribute.value)
+        if found != attribute.value:
+            raise UpstreamChanged(
+                f"{attribute} is {found!r} in {self._this}; as released it has none, and this package adds "
+                f"{attribute.value!r}; {self._remedy}"
+            )
         return owner

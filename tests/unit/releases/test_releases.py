@@ -153,8 +153,14 @@ def test_attributes_are_added_once_and_for_all(upstream):
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        (Attribute("fake_upstream", "Info", "there", 1, ""), "Info.there is there in this SGLang 0.0.1"),
-        (Attribute("fake_upstream", "Gone", "there", 1, ""), "Gone.there has no place in this SGLang 0.0.1"),
+        (
+            Attribute("fake_upstream", "Info", "there", 1, ""),
+            "Info.there is 2 in this SGLang 0.0.1; as released it has none, .* adds 1; install SGLang 0.0.1 as",
+        ),
+        (
+            Attribute("fake_upstream", "Gone", "there", 1, ""),
+            "Gone.there has no place in this SGLang 0.0.1 .*; install SGLang 0.0.1 as",
+        ),
         (Attribute("no_such_module", "Info", "there", 1, ""), "no_such_module.Info.there has no place"),
     ],
     ids=["other value", "no class", "no module"],
