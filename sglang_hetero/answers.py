@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import requests
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 MAX_ANSWER_BYTES = 64 << 20
 """Of an answer, and of a line of a stream: above the longest that servers give (docs/security.md)."""
@@ -27,7 +27,7 @@ class TooLong(requests.RequestException):
 
 
 class TooLate(requests.Timeout):
-    """An answer has begun and does not end."""
+    """An answer has begun and does not end, or not go on."""
 
 
 @contextlib.contextmanager
@@ -93,5 +93,8 @@ def lines(reply: requests.Response, most: int = MAX_ANSWER_BYTES) -> Iterator[by
 def _pieces(reply: requests.Response) -> Iterator[bytes]:
     # Without read1 (urllib3 1) a piece is only whole when all its bytes have come.
     read = getattr(reply.raw, "read1", reply.raw.read)
-    while piece := read(_PIECE, decode_content=False):
-        yield piece
+    try:
+        while piece := read(_PIECE, decode_content=False):
+            yield piece
+    except ReadTimeoutError as error:  # which is no requests.Timeout
+        raise TooLate(f"the answer has begun and does not go on: {error}") from error

@@ -15,7 +15,7 @@ from typing import Self, TextIO
 
 import requests
 
-from sglang_hetero import models
+from sglang_hetero import answers, models
 from sglang_hetero.backend import options as transfer
 from sglang_hetero.cpu import enable
 from sglang_hetero.errors import DiscoveryError, HeteroError, OptionError
@@ -61,12 +61,11 @@ def _check(processes: Sequence[Supervised]) -> None:
 
 def healthy(url: str) -> bool:
     """Whether `url`, the health route of a server or router, answers 200."""
-    with requests.Session() as session:
-        session.trust_env = False  # a proxy of the environment must not see loopback
-        try:
-            return session.get(url, timeout=HEALTH_SECONDS).status_code == requests.codes.ok
-        except requests.RequestException:
-            return False
+    try:
+        with answers.asked("GET", url, timeout=(HEALTH_SECONDS, HEALTH_SECONDS)) as reply:
+            return reply.status_code == requests.codes.ok
+    except answers.BROKEN:
+        return False
 
 
 class Fleet:

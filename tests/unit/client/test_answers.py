@@ -13,6 +13,7 @@ from sglang_hetero.errors import PeerAway, StateError
 
 SECONDS = 5.0
 TIMEOUT = (SECONDS, SECONDS)
+SHORT = 0.1
 MOST = 1000
 ENDLESS = b" " * 4096
 
@@ -79,6 +80,15 @@ def test_an_answer_without_end_ends():
         get(url, answers.whole, 0.2)
 
 
+def test_an_answer_that_stops_is_late():
+    """Not broken off: who asked with too short a time must be told that."""
+    with serving(pieces=[b"first\n", b"x"], pause=10 * SHORT) as (url, _):
+        with answers.asked("GET", url, timeout=(SECONDS, SHORT)) as reply, pytest.raises(answers.TooLate):
+            answers.whole(reply, SECONDS)
+        with answers.asked("GET", url, timeout=(SECONDS, SHORT)) as reply, pytest.raises(answers.TooLate):
+            list(answers.lines(reply))
+
+
 def test_a_line_comes_as_soon_as_it_is_whole_however_it_is_cut():
     cut = [b"da", b"ta: 1\r\n\nda", b"ta: 2\nlast"]
     with serving(pieces=cut, pause=0.05) as (url, _), answers.asked("GET", url, timeout=TIMEOUT) as reply:
@@ -121,6 +131,12 @@ def peer(url):
     ask(url, None)
 
 
+def health(url):
+    from sglang_hetero.launcher.fleet import healthy
+
+    return healthy(url)
+
+
 def generate(url, **how):
     Client(url).generate("x", 3, **how)
 
@@ -154,6 +170,15 @@ def test_everybody_has_a_limit(ask, error, monkeypatch):
         monkeypatch.setattr(function, "__defaults__", (MOST,))
     with serving(endless=ENDLESS) as (url, _), pytest.raises(error, match="longer than"):
         ask(url)
+
+
+@pytest.mark.parametrize("status", [200, 307, 503])
+def test_a_health_route_says_with_its_status_alone(status):
+    """A body without end is not waited for, and a server is not healthy because another one is."""
+    with serving(status=status, headers=[("Location", "/elsewhere")], endless=ENDLESS) as (url, paths):
+        assert health(url) is (status == 200)
+        assert len(paths) == 1
+    assert not health(url)
 
 
 def test_an_answer_of_too_many_tokens_is_refused(monkeypatch):
