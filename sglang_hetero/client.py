@@ -128,7 +128,7 @@ class Client:
                 last = event
                 ids = _join(ids, event["output_ids"], event["meta_info"]["completion_tokens"])
                 if len(ids) > MAX_TOKENS:
-                    raise self._failed(path, f"more than {MAX_TOKENS} tokens, of which {tokens} were asked for")
+                    raise self._failed(path, f"more than {MAX_TOKENS} tokens, asked for were {tokens}")
             seconds = time.perf_counter() - start
             meta = last["meta_info"]
             self._finished(path, meta["finish_reason"])

@@ -95,7 +95,7 @@ def hooks(options: Options) -> tuple[Hook, ...]:
 
 
 def install(options: Options) -> None:
-    """Put in what this process needs. Raises UpstreamChanged if SGLang is not the one this release was made for."""
+    """Put in what this process needs. Raises UpstreamChanged if SGLang is none that this release serves."""
     if options.trace is not None:
         prepare(Path(options.trace))
     in_scheduler = SCHEDULER in sys.modules

@@ -58,8 +58,8 @@ class Here:
     latent rows. pp: pipeline stages; this rank then has the layers of one of them. kv_buffers_at_decode: with stages,
     how many attention KV buffers a decode rank may have that speculates alike; empty if not known. kv_item_lens: of
     every attention KV buffer, the draft's last. state_item_lens, state_dims: of every buffer of the linear state, as
-    SGLang registers them
-    (KVArgs). unsupported: why our path cannot serve this server at all (support.py), empty if it can.
+    SGLang registers them (KVArgs). unsupported: why our path cannot serve this server at all (support.py), empty if it
+    can.
     """
 
     name: str

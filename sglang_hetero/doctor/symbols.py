@@ -86,7 +86,9 @@ def _change(release: Release, use: Use, known: Entry | None) -> Change | None:
     if (broken := _broken(use, found)) is not None:
         return Change(use, Status.FAIL, broken)
     if known is None:
-        raise UpstreamChanged(f"{use.name} is not recorded; record it: python -m sglang_hetero.doctor.record")
+        raise UpstreamChanged(
+            f"{use.name} is not recorded; record it: python -m sglang_hetero.doctor.record (docs/versions.md)"
+        )
     different = ""
     if found.signature != known.signature:
         different = f"was {known.signature}, is {found.signature}"

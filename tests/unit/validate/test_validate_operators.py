@@ -78,7 +78,6 @@ def said(device: str, monkeypatch, usable: Line) -> dict[str, Status]:
     """Lines of the stage. torch's answer is a stand-in's: there is no NPU."""
     monkeypatch.setattr(environment, "_torch_device", lambda kind: usable)
     lines: list[Line] = []
-    lines = []
     environment.run(Settings(device=device, count=1, folder="", quick=True), "", lines.append)
     assert [line.name for line in lines] == list(environment.PROMISES)
     assert {line.area for line in lines} == {environment.AREA}
