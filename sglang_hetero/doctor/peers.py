@@ -39,7 +39,7 @@ def ask(url: str, key: str | None) -> Known:
             data = answers.whole(reply, SECONDS, MAX_DESCRIPTION_BYTES)
             status = reply.status_code
     except (*answers.BROKEN, ValueError) as error:
-        raise PeerAway(f"no answer: {error}; is it started, and this its own URL?") from None
+        raise PeerAway(f"no proper answer: {error}; is it started, and this its own URL?") from None
     if status == requests.codes.unauthorized:
         raise PeerAway("it wants its API key: give --api-key")
     if status in (requests.codes.not_found, requests.codes.method_not_allowed):

@@ -84,7 +84,7 @@ def _ask(url: str, key: str | None) -> bytes:
             data = answers.whole(reply, TIMEOUT_SECONDS)
             status = reply.status_code
     except (*answers.BROKEN, ValueError) as error:
-        raise StateError(f"no answer: {error}") from None
+        raise StateError(f"no proper answer: {error}; is it started, and this its own URL?") from None
     if status == requests.codes.unauthorized:
         raise StateError(f"it wants its API key: give --api-key, or set {KEY}")
     if status == requests.codes.not_found:

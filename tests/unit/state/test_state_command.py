@@ -114,7 +114,7 @@ def test_a_server_that_is_not_there_hides_no_other(serve, capsys):
     url = serve(encode(State(ok=True, mode="auto", ranks=[DECODE])))
     assert cli.main(["state", "--url", "http://127.0.0.1:1", "--url", url]) == 1
     out, err = capsys.readouterr()
-    assert "decode TP0/1" in out and "http://127.0.0.1:1: no answer: " in err
+    assert "decode TP0/1" in out and "http://127.0.0.1:1: no proper answer: " in err and "is it started" in err
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
