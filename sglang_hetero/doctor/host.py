@@ -34,7 +34,8 @@ HTTP_PORT, BOOTSTRAP_PORT = 30000, 8998
 """SGLang's defaults, and those of launch/."""
 MAX_PORT = 65535
 STORE_URL, STORE_PORT = "ASCEND_MF_STORE_URL", 24669
-CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
+CANN_FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit")
+"""Where CANN is installed, with its set_env.sh: from 8.5 on, and before."""
 CANN_VERSION, CANN_RELEASE = "version.cfg", r"=\[([^:\]]*)"
 """A file in CANN's folder with lines like `toolkit_running_version=[8.3.RC1:8.3.RC1]`."""
 DRIVER_VERSION = Path("/usr/local/Ascend/driver/version.info")
