@@ -13,7 +13,7 @@ from sglang_hetero.errors import OptionError
 from sglang_hetero.explain import checkpoint
 from sglang_hetero.layout.axes import AxisName
 from sglang_hetero.layout.component import ITEMSIZE, Role
-from sglang_hetero.layout.config import AUTO, arithmetic_dtype, geometry_from_config, hidden_size
+from sglang_hetero.layout.config import AUTO, arithmetic_dtype, geometry_from_config, hidden_size, ssm_dtype
 from sglang_hetero.layout.geometry import ModelGeometry
 from sglang_hetero.layout.manifest import Coordinates, Manifest, Side
 from sglang_hetero.layout.row import Column
@@ -26,9 +26,9 @@ from .lines import Line, ok, warn
 
 NPU_PAGE = 128
 """SGLang's --page-size on NPUs, unless given; 1 elsewhere."""
-CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
-"""SGLang's variable of the environment for conv slots."""
-CONV_DEFAULT, SSM_DEFAULT = "bfloat16", "float32"
+CONV_DTYPE, SSM_DTYPE = "SGLANG_MAMBA_CONV_DTYPE", "SGLANG_MAMBA_SSM_DTYPE"
+"""SGLang's variables of the environment for conv slots and SSM states."""
+CONV_DEFAULT = "bfloat16"
 URL = "http://this-configuration"
 """Stands for the server that does not run yet."""
 MTP_ALGORITHMS = ("NEXTN", "EAGLE")
@@ -82,7 +82,7 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> OnPaper:
     parser.add_argument("--served-model-name")
     parser.add_argument("--dtype", default=AUTO)
     parser.add_argument("--kv-cache-dtype", default=AUTO)
-    parser.add_argument("--mamba-ssm-dtype", default=SSM_DEFAULT)
+    parser.add_argument("--mamba-ssm-dtype", default=os.environ.get(SSM_DTYPE, AUTO))
     found, _ = parser.parse_known_args(list(given))
     role = Side.DECODE if peer.instance.role is Side.PREFILL else Side.PREFILL
     if found.disaggregation_mode not in (None, str(role)):
@@ -98,7 +98,7 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> OnPaper:
         draft_rows=speculation.depth,
         kv_dtype=_dtype("--kv-cache-dtype", found.kv_cache_dtype, arithmetic),
         conv_dtype=_dtype(CONV_DTYPE, os.environ.get(CONV_DTYPE, AUTO), CONV_DEFAULT),
-        ssm_dtype=_dtype("--mamba-ssm-dtype", found.mamba_ssm_dtype, SSM_DEFAULT),
+        ssm_dtype=_dtype("--mamba-ssm-dtype", found.mamba_ssm_dtype, ssm_dtype(config)),
     )
     row = speculation.row(hidden_size(config), arithmetic)
     ranks = tuple(

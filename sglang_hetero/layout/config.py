@@ -114,6 +114,17 @@ def arithmetic_dtype(config: object, given: str = AUTO) -> str:
     return "float16" if own in (None, "float32", "float") else str(own)
 
 
+def ssm_dtype(config: object) -> str:
+    """torch's name of the dtype of SSM states of a checkpoint (configs/mamba_utils.py, mamba2_state_dtype)."""
+    own = Fields(config).value("mamba_ssm_dtype", outer=True)
+    # What is none of them SGLang ignores, with a warning.
+    return own if isinstance(own, str) and own in _SSM_DTYPES else _SSM_DTYPES[0]
+
+
+_SSM_DTYPES = ("float32", "bfloat16", "float16")
+"""The first one where nothing is said."""
+
+
 def hidden_size(config: object) -> int | None:
     """Elements of the hidden state behind a token, which is what an MTP module begins with; None if it is not told.
 

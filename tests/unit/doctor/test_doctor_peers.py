@@ -1,6 +1,7 @@
 """The hand-shake with running servers, and with one that is only described, in words."""
 
 import http.server
+import json
 import threading
 
 import pytest
@@ -298,6 +299,31 @@ def test_the_depth_is_that_of_the_options_or_it_is_said_that_they_do_not_tell(se
     line = made.line("peers")
     assert (line.status is Status.WARN) is bool(unsure)
     assert unsure in line.seen
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        (([], None, None), "float32"),
+        (([], None, "bfloat16"), "bfloat16"),
+        (([], "float16", "bfloat16"), "float16"),
+        ((["--mamba-ssm-dtype", "float32"], "float16", "bfloat16"), "float32"),
+    ],
+    ids=["nobody", "config.json", "the variable", "the option"],
+)
+def test_the_dtype_of_ssm_states_is_the_options_the_variables_or_the_models(
+    servers, monkeypatch, tmp_path, said, wanted
+):
+    """In the order in which SGLang looks: who takes another one than it plans with caches that are not there."""
+    options, variable, own = said
+    monkeypatch.delenv("SGLANG_MAMBA_SSM_DTYPE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", variable)
+    config = {name: value for name, value in model_config(spec("tiny")).items() if name != "mamba_ssm_dtype"}
+    (tmp_path / "config.json").write_text(json.dumps(config | ({} if own is None else {"mamba_ssm_dtype": own})))
+    made = on_paper(running(servers), *options, model=str(tmp_path))
+    (ssm,) = made.known.ranks[0].of(Role.SSM)
+    assert ssm.dtype == wanted
 
 
 def test_a_configuration_without_the_size_of_a_hidden_state_is_told(servers):
