@@ -1,7 +1,7 @@
 """Answers of HTTP servers that nobody vouches for: no proxy, no redirection, no more bytes and seconds than were said.
 
-One place for all that asks with requests; an answer is read as it comes, so that neither its length nor a trickle of
-bytes is without bound.
+One place for all that this package asks with requests, but etcd (discovery/etcd.py). An answer is read as it comes, so
+that neither its length nor a trickle of bytes is without bound.
 """
 
 from __future__ import annotations
