@@ -16,9 +16,10 @@ from typing import Any, Protocol
 from sglang_hetero import releases
 from sglang_hetero.backend import selfcheck
 from sglang_hetero.backend.pairing import Conv
-from sglang_hetero.backend.selfcheck import MEMORY_POOL, MOONCAKE, UTILS, Symbol
+from sglang_hetero.backend.selfcheck import MEMORY_POOL, UTILS
 from sglang_hetero.errors import ManifestError
 from sglang_hetero.layout.state_pools import window_axis_of
+from sglang_hetero.releases.symbol import MOONCAKE, Symbol
 
 INIT = Symbol(MEMORY_POOL, "MambaPool.__init__", "cache_params speculative_num_draft_tokens")
 SYMBOLS: tuple[Symbol, ...] = (

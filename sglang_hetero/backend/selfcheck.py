@@ -8,14 +8,13 @@ import hashlib
 import importlib
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any
 
 from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.releases import MADE_FOR
+from sglang_hetero.releases.symbol import COMMON, MOONCAKE, Symbol
 
-COMMON = "sglang.srt.disaggregation.common.conn"
-MOONCAKE = "sglang.srt.disaggregation.mooncake.conn"
 ASCEND = "sglang.srt.disaggregation.ascend.conn"
 UTILS = "sglang.srt.disaggregation.utils"
 SERVICE = "sglang.srt.managers.disagg_service"
@@ -30,28 +29,9 @@ PREFIX_CACHE = "sglang.srt.mem_cache.base_prefix_cache"
 MOE = "sglang.srt.layers.moe.utils"
 CONTEXT = "sglang.srt.runtime_context"
 
-_MADE_FOR = "this release is made for SGLang 0.5.23; install that version"
-
-
+_MADE_FOR = f"this release is made for SGLang {MADE_FOR.number}; install that version"
 SHOWN = 8
 """Changes that a message lists; where there are more it is another version altogether."""
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """module, name: where it is; a dot in the name stands for a class and its attribute.
-
-    parameters: names, in this order and without self, that we call it with or that an override has; None for what is no
-    callable. digest: of the source, where what its body does is relied on (`digest_of`).
-    """
-
-    module: str
-    name: str
-    parameters: str | None = ""
-    digest: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
 
 
 BOOTSTRAP: tuple[Symbol, ...] = (

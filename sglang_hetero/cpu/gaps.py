@@ -242,7 +242,7 @@ def gaps() -> tuple[Gap, ...]:
 def _changed(what: str) -> HeteroError:
     return HeteroError(
         f"{what}, so the gaps of SGLang's CPU path cannot be closed; "
-        "this release is made for SGLang 0.5.23, install that version (requirements/cpu.lock)"
+        f"this release is made for SGLang {releases.MADE_FOR.number}, install that version (requirements/cpu.lock)"
     )
 
 

@@ -16,10 +16,11 @@ from functools import cache
 from pathlib import Path
 
 import sglang_hetero
-from sglang_hetero.backend.selfcheck import BOOTSTRAP, MEMORY_POOL, RANK, SERVING, Symbol
+from sglang_hetero.backend.selfcheck import BOOTSTRAP, MEMORY_POOL, RANK, SERVING
 from sglang_hetero.layout import known_pools
 from sglang_hetero.releases import MADE_FOR
 from sglang_hetero.releases import Release as Served
+from sglang_hetero.releases.symbol import Symbol
 
 NPU_POOLS = "sglang.srt.hardware_backend.npu.memory_pool_npu"
 PACKAGE = Path(sglang_hetero.__file__).parent

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_hetero.backend.selfcheck import Symbol
 from sglang_hetero.errors import UpstreamChanged
+
+from .symbol import Symbol
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """SGLang 0.5.22."""
 
-from sglang_hetero.backend.selfcheck import COMMON, MOONCAKE, Symbol
-
 from .release import Attribute, Instead, Release
+from .symbol import COMMON, MOONCAKE, Symbol
 
 V0_5_22 = Release(
     "0.5.22",

@@ -6,8 +6,9 @@ from types import ModuleType
 import pytest
 
 from sglang_hetero.backend import conv_axis, selfcheck
-from sglang_hetero.backend.selfcheck import Symbol, check, digest_of, require
+from sglang_hetero.backend.selfcheck import check, digest_of, require
 from sglang_hetero.errors import UpstreamChanged
+from sglang_hetero.releases.symbol import Symbol
 
 
 class Owner:

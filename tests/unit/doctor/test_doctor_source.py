@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from sglang_hetero.backend import conv_axis, selfcheck
-from sglang_hetero.backend.selfcheck import Symbol
 from sglang_hetero.doctor import host, symbols
 from sglang_hetero.doctor.lines import Status
 from sglang_hetero.doctor.source import NotFound, Release
@@ -13,6 +12,7 @@ from sglang_hetero.doctor.upstream import LAYOUTS, Purpose, Use, imports, uses
 from sglang_hetero.errors import UpstreamChanged
 from sglang_hetero.releases import MADE_FOR, OLDER, Attribute, Instead
 from sglang_hetero.releases import Release as Served
+from sglang_hetero.releases.symbol import Symbol
 
 BASE = """
 class Base:

@@ -10,13 +10,14 @@ import pytest
 from sglang_hetero import releases
 from sglang_hetero.backend import conv_axis, hooks, selfcheck
 from sglang_hetero.backend.options import Options
-from sglang_hetero.backend.selfcheck import Symbol, misfit
+from sglang_hetero.backend.selfcheck import misfit
 from sglang_hetero.cpu import gaps
 from sglang_hetero.cpu.gaps import Gap
 from sglang_hetero.doctor import symbols
 from sglang_hetero.doctor.upstream import uses
 from sglang_hetero.errors import UpstreamChanged
 from sglang_hetero.releases import MADE_FOR, OLDER, Attribute, Instead, Release
+from sglang_hetero.releases.symbol import Symbol
 
 TABLES = (*selfcheck.BOOTSTRAP, *selfcheck.SERVING, *selfcheck.RANK, *conv_axis.SYMBOLS)
 each_older = pytest.mark.parametrize("release", OLDER, ids=lambda release: release.number)
