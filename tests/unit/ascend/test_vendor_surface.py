@@ -159,6 +159,8 @@ def test_triton_for_npus_has_what_is_used_of_it():
         node = wheels.defined(f"triton.backends.ascend.driver.{name}")
         assert isinstance(node, ast.FunctionDef)
     assert '"num_vectorcore"' in wheels.source("triton.backends.ascend.driver").read_text()
+    for name in surface.KERNEL:
+        assert isinstance(wheels.defined(f"triton.compiler.compiler.{name}"), ast.FunctionDef)
 
 
 # --- the reader ------------------------------------------------------------------------------------------------------

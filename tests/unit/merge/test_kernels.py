@@ -195,3 +195,10 @@ def test_two_threads_that_fail_at_the_same_time_say_it_once(here, caplog):
     for thread in range(2):  # both had begun before the first one failed
         here.give_up(RuntimeError(f"thread {thread}"))
     assert len(said(caplog)) == 1 and "thread 0" in said(caplog)[0]
+
+
+def test_triton_has_what_loads_a_kernel():
+    """A name of Triton's own; its release for NPUs is looked at in tests/unit/ascend/test_vendor_surface.py."""
+    from triton.compiler.compiler import CompiledKernel
+
+    assert callable(CompiledKernel._init_handles)
