@@ -68,7 +68,7 @@ MOONCAKE = (
 TRITON = ("NPUUtils.get_device_properties", "NPUDriver.get_current_device")
 """Of triton-ascend's driver (sglang_hetero/merge/chip.py, where torch_npu does not tell the number of cores)."""
 KERNEL = ("CompiledKernel._init_handles",)
-"""Of Triton, its release for NPUs and that of `.venv` alike: loads what was built (sglang_hetero/merge/triton_ops.py)."""
+"""Of Triton, its releases for NPUs and others alike: loads what was built (sglang_hetero/merge/triton_ops.py)."""
 
 SGLANG_FILES = (
     "disaggregation/ascend/conn.py",
