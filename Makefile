@@ -14,7 +14,7 @@ help:
 	@echo "make demo    P2/D1 on the real SGLang, checked against the undivided server"
 	@echo "make pair-0.5.22"
 	@echo "             doctor and demo on SGLang 0.5.22, in .venv-0.5.22; MTP depth 0 and 3, and decode compares every byte"
-	@echo "make test    the tests (30 to 40 minutes on 2 cores)"
+	@echo "make test    the tests (about 40 minutes on 2 cores)"
 	@echo "make test-full"
 	@echo "             all of them, with every pair of TP sizes on real servers (about an hour)"
 	@echo "make unit    the tests that start no server (about 12 minutes)"
