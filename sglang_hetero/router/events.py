@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -82,7 +82,7 @@ class Failure:
     """What a server says went wrong. status: as of HTTP. retry: whether another server may do better.
 
     blame: whether it says something about the server that has said so. doubtful: it is about the request only if
-    another server says so, too.
+    another server says so, too. whole: it is about the whole request, not about one answer of a batch.
     """
 
     status: int
@@ -90,6 +90,7 @@ class Failure:
     retry: bool
     blame: bool = True
     doubtful: bool = False
+    whole: bool = True
 
     def alike(self, other: Failure) -> bool:
         """Whether both say the same, whatever id and room the attempts had."""
@@ -148,7 +149,8 @@ def failure_of(answer: Any) -> Failure | None:
         if isinstance(reason, Mapping) and reason.get("type") == "abort":
             status = _status({"code": reason.get("status_code")}, 0)
             if status:
-                return refusal(status, str(reason.get("message", "aborted")))
+                failure = refusal(status, str(reason.get("message", "aborted")))
+                return replace(failure, whole="index" not in one)  # SGLang numbers the answers of a batch only
     return None
 
 

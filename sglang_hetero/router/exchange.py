@@ -213,8 +213,8 @@ class Exchange:
         """Events of a streamed answer, each whole: those that have come since the last ones.
 
         Raises Broken when the connection breaks, for a stream without an event or without its end, for one that is too
-        long, and for a failure among the first ones that another server may not have. What has come of an event that
-        the break cut in two is dropped.
+        long, and for a failure among the first ones that another server may not have or that leaves nothing of the
+        request. What has come of an event that the break cut in two is dropped.
         """
         response = await self.open()
         splitter, begun, before, done = Splitter(), False, 0, False
@@ -250,11 +250,12 @@ class Exchange:
             yield [rest + END]
 
     def _tells(self, event: bytes) -> bool:
-        """Whether an event says something of the request: a comment does not. Raises Broken for a failure."""
+        """Whether an event says something of the request: a comment does not. Raises Broken for a failure, but for
+        that of one prompt of a batch which no other server would take: the other prompts' answers go on."""
         if payload(event) is None:
             return False
         failure = failure_in(event)
-        if failure is not None and failure.retry:
+        if failure is not None and (failure.retry or failure.whole):
             raise Broken(self.server, REFUSED, failure)
         return True
 

@@ -201,12 +201,14 @@ def test_both_servers_are_told_when_a_client_leaves(served, stream):
 
 @on_both
 def test_figures_count_requests(served):
+    # A request is counted when it is over for the router, which is a moment after its client has read [DONE].
+    until(lambda: metric(served, "outstanding_requests") == 0)
     before = metric(served, "requests_total", route="/generate", status="200")
     streams = metric(served, "time_to_first_token_seconds_count", route="/generate")
     prompt = served.prompt(30, seed=9)
     served.ask(prompt)
     served.client.generate(prompt, WORDS)
-    assert metric(served, "requests_total", route="/generate", status="200") == before + 2
+    until(lambda: metric(served, "requests_total", route="/generate", status="200") == before + 2)
     assert metric(served, "time_to_first_token_seconds_count", route="/generate") == streams + 1
     assert metric(served, "servers", state="healthy") == len(served.described["servers"])
     assert metric(served, "retries_total") == 0

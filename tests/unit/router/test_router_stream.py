@@ -211,6 +211,49 @@ def test_a_refusal_of_the_request_itself_is_passed_on_and_not_tried_again() -> N
     run(test)
 
 
+REFUSED = {"error": {"message": "longer than the context", "type": "invalid_request_error", "code": 400}}
+
+
+@pytest.mark.parametrize("said", [REFUSED, aborted("longer than the context", 400)], ids=["error", "abort"])
+@pytest.mark.parametrize("first", [Side.PREFILL, Side.DECODE])
+def test_a_refusal_in_a_stream_has_its_status_whoever_says_it_first(first: Side, said) -> None:
+    """SGLang's /generate answers 200 to a request that it refuses, and tells it in the stream."""
+
+    async def test() -> None:
+        prefill, decode = (
+            FakeServer(side, script=(lambda call: call.finish(event(said))) if side is first else None)
+            for side in (Side.PREFILL, Side.DECODE)
+        )
+        async with standing(prefill, decode) as stand:
+            status, data = await soon(_read(stand, BODY))
+            error = json.loads(data)["error"]
+            assert (status, error["code"], error["type"]) == (400, 400, "invalid_request_error")
+            assert "longer than the context" in error["message"]
+            assert (len(prefill.seen), len(decode.seen)) == (1, 1)
+            other = decode if first is Side.PREFILL else prefill
+            await soon(other.seen[0].over.wait())
+            assert (await stand.get("/readiness"))[0] == 200
+
+    run(test)
+
+
+def test_a_prompt_of_a_batch_that_decode_refuses_leaves_the_others_alone() -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            batch = BODY | {"text": ["x", "y"]}
+            task = asyncio.create_task(_read(stand, batch))
+            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            events = [event(aborted("too long", 400) | {"index": 1}), event(token("a") | {"index": 0})]
+            before.finish()
+            for one in events:
+                now.send(one)
+            now.finish()
+            assert await soon(task) == (200, b"".join(events) + DONE)
+
+    run(test)
+
+
 def test_an_abort_that_the_client_asked_for_is_passed_on() -> None:
     async def test() -> None:
         gone = event(aborted("Aborted", None))
