@@ -7,6 +7,7 @@ room, a number that no other request has. A batch gets a list of each, one entry
 from __future__ import annotations
 
 import ipaddress
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -136,13 +137,20 @@ def bootstrap_host(prefill: Instance) -> str:
 
 def again(body: Body, attempt: int) -> Body:
     """`body` for a further attempt. A request id of the client's is changed: a server that is still ending the former
-    attempt would refuse the same one."""
+    attempt would refuse the same one, and SGLang aborts every request whose id begins with the one that it ends."""
     rid = body.get("rid")
     if isinstance(rid, str):
-        return body | {"rid": f"{rid}-{attempt}"}
+        return body | {"rid": f"{_mark([rid])}{attempt}-{rid}"}
     if isinstance(rid, list):
-        return body | {"rid": [f"{one}-{attempt}" for one in rid]}
+        mark = _mark(rid)
+        return body | {"rid": [f"{mark}{attempt}-{one}" for one in rid]}
     return body
+
+
+def _mark(rids: list[Any]) -> str:
+    """A character that none of them begins with: what begins with it begins with none of them."""
+    taken = {str(one)[:1] for one in rids}
+    return next(mark for mark in map(chr, range(ord("r"), sys.maxunicode)) if mark not in taken)
 
 
 def prompt_tokens(body: Body) -> int:

@@ -137,7 +137,8 @@ def failure_in(event: bytes) -> Failure | None:
 def failure_of(answer: Any) -> Failure | None:
     """The failure in an answer's JSON, an event of a stream or a whole body of status 200; None if there is none.
 
-    A request that its client has aborted (/abort_request) has not failed: SGLang gives no status with it.
+    A request that its client has aborted (/abort_request) has not failed: SGLang gives no status with it, but for one
+    that is being handed over, which looks like any hand-over that failed.
     """
     for one in answer if isinstance(answer, list) else [answer]:
         if not isinstance(one, Mapping):

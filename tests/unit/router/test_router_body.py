@@ -135,9 +135,21 @@ def test_the_body_that_was_given_is_left_alone() -> None:
 
 
 def test_request_ids_of_further_attempts_are_others() -> None:
-    assert bodies.again({"rid": "x"}, 2) == {"rid": "x-2"}
-    assert bodies.again({"rid": ["x", "y"]}, 1) == {"rid": ["x-1", "y-1"]}
+    assert bodies.again({"rid": "x"}, 2) == {"rid": "r2-x"}
+    assert bodies.again({"rid": ["x", "y"]}, 1) == {"rid": ["r1-x", "r1-y"]}
+    assert bodies.again({"rid": ["rx", 7]}, 1) == {"rid": ["s1-rx", "s1-7"]}
     assert bodies.again({"text": "a"}, 1) == {"text": "a"}
+
+
+@pytest.mark.parametrize("rid", ["x", "r", "r1", "r1-", "1", ["x", "r", "s1-x", "r1-r"]], ids=str)
+def test_what_ends_an_attempt_does_not_end_a_later_one(rid) -> None:
+    """SGLang's scheduler aborts each request whose id starts with the given one (Scheduler.abort_request)."""
+    sent: list[str] = []
+    for attempt in range(12):
+        now = bodies.again({"rid": rid}, attempt)["rid"] if attempt else rid
+        new = now if isinstance(now, list) else [now]
+        assert not [(one, old) for one in new for old in sent if one.startswith(old)]
+        sent += new
 
 
 @pytest.mark.parametrize(

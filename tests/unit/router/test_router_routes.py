@@ -233,7 +233,7 @@ def test_a_request_id_is_another_one_when_it_is_tried_again() -> None:
         prefill, decode = answering(Side.PREFILL), FakeServer(Side.DECODE, script=script)
         async with standing(prefill, decode) as stand:
             assert (await stand.post("/generate", BODY | {"rid": "mine"}))[0] == 200
-            assert [call.body["rid"] for call in decode.seen] == ["mine", "mine-1"]
+            assert [call.body["rid"] for call in decode.seen] == ["mine", "r1-mine"]
 
     run(test)
 
