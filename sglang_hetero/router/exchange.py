@@ -92,11 +92,12 @@ class Passed:
 class Prompts:
     """What prefill's stream says of each prompt of a request: the first event of each has its log-probabilities.
 
-    wanted: whether it is kept at all. most: how many answers the request has.
+    wanted: whether it is kept at all. most: how many answers the request has. begun: whether decode has begun, so that
+    a prompt of a batch that fails takes nothing away from the others.
     """
 
     def __init__(self, *, wanted: bool, most: int) -> None:
-        self.wanted, self._most = wanted, most
+        self.wanted, self._most, self.begun = wanted, most, False
         self._first: dict[int, Any] = {}
         self._more = asyncio.Event()
 
@@ -261,15 +262,21 @@ class Exchange:
 
     async def watch(self, prompts: Prompts) -> None:
         """Read a streamed answer to its end for nothing but failures, and what it says of the prompts; prefill's.
-        Raises Broken."""
+        Raises Broken: for a failure of one prompt at the end if decode has begun, which tells its client itself."""
+        one: Broken | None = None
         async for events in self.pieces():
             for event in events:
                 failure = failure_in(event)
                 if failure is not None:
-                    raise Broken(self.server, REFUSED, failure)
+                    failed = Broken(self.server, REFUSED, failure)
+                    if failure.whole or not prompts.begun:
+                        raise failed
+                    one = one or failed
                 data = payload(event)
                 if prompts.wanted and data is not None and data != DONE:
                     prompts.add(self.json(data))
+        if one is not None:
+            raise one
 
     def json(self, data: bytes) -> Any:
         """What JSON an answer is. Raises Broken if it is none."""

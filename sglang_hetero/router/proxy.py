@@ -280,6 +280,7 @@ class _Request:
             first = asyncio.create_task(_next(pieces))
             try:
                 events = await self._both(lease, before, first)
+                prompts.begun = True
                 self._accepted()
                 merge = _Merge(lease.prefill, before, prompts)
                 try:
@@ -322,6 +323,7 @@ class _Request:
         await _write(out, piece)
         self._metrics.first_token.labels(self._path).observe(time.monotonic() - self._arrived)
         cause, kind, server, told, blame = "", ENDED, lease.decode, False, True
+        remedy = "; send the request again"
         try:
             while True:
                 while events:
@@ -338,6 +340,7 @@ class _Request:
         except Broken as broken:
             cause, server, blame = broken.failure.cause, broken.server, broken.failure.blame
             kind = ENDED if broken.kind == LOST else REFUSED
+            remedy = remedy if broken.failure.retry else ""
         except TimeoutError:
             cause = f"nothing came for {self._settings.idle:g} s"
         if not cause:
@@ -347,7 +350,7 @@ class _Request:
             self._fleet.failed(server, f"a stream broke off: {cause}", kind, blame=blame)
             logger.warning("request %s broke off: %s: %s", self._name, server.label, cause)
         if cause and not told:
-            text = f"{server.label} broke off after the first token: {cause}; send the request again"
+            text = f"{server.label} broke off after the first token: {cause}{remedy}"
             await _write(out, error_event(HTTPStatus.BAD_GATEWAY, text))
         await _end(out)
 

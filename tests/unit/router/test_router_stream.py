@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from sglang_hetero.layout.manifest import Side
-from sglang_hetero.router import proxy
+from sglang_hetero.router import events, proxy
 from tests.unit.router.fakes import DONE, FakeServer, aborted, event, run, soon, standing, token, until
 
 BODY = {"text": "What is a shard?", "sampling_params": {"max_new_tokens": 4}, "stream": True}
@@ -177,6 +177,23 @@ def test_a_stream_that_breaks_off_is_not_tried_again_and_says_so() -> None:
             assert calls["decode server"].url in message and "again" in message
             assert sum(len(server.seen) for server in servers) == 2
             assert await stand.figure("sglang_hetero:router_streams_broken_total") == 1
+
+    run(test)
+
+
+def test_a_stream_that_would_break_off_again_says_nothing_of_another_try(monkeypatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(events, "MAX_EVENT", 1000)
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            task, before, now = await _asked(stand, prefill, decode)
+            before.finish(event(token("a")))
+            now.send(event(token("a")))
+            await soon(before.over.wait())
+            now.send(b"data: " + b"x" * 2000)
+            status, data = await soon(task)
+            message = json.loads(data.split(b"\n\n")[1].removeprefix(b"data: "))["error"]["message"]
+            assert status == 200 and message.endswith("an event of more than 1000 bytes")
 
     run(test)
 
@@ -396,6 +413,34 @@ def test_a_prefill_that_does_not_say_it_of_each_prompt_ends_the_stream(how: str)
             first, error, done, _ = data.split(b"\n\n")
             assert status == 200 and b"-1.0" in first and done == DONE.strip()
             assert f"prefill {prefill.url} broke off" in json.loads(error[6:])["error"]["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_prompt_that_prefill_fails_in_a_stream_that_has_begun_takes_no_log_probabilities_of_others(status) -> None:
+    async def test() -> None:
+        prefill, decode = pair()
+        async with standing(prefill, decode) as stand:
+            task = asyncio.create_task(_read(stand, BODY | {"text": ["x", "y", "z"], "return_logprob": True}))
+            before, now = await soon(prefill.calls.get()), await soon(decode.calls.get())
+            before.send(numbered(0, "a", [[-1.0, 1, None]]))
+            now.send(numbered(0, "a", []))
+            await until(lambda: before.say.empty() and now.say.empty())
+            await asyncio.sleep(0.05)
+            refused = event(aborted("not this one", status) | {"index": 1})
+            before.send(refused)
+            now.send(refused)
+            before.finish(numbered(2, "c", [[-2.0, 2, None]]))
+            now.finish(numbered(2, "c", []))
+            got, data = await soon(task)
+            assert (got, b"broke off" in data, data.count(b"data: "), data.endswith(DONE)) == (200, False, 4, True), (
+                data
+            )
+            said = [json.loads(one.removeprefix(b"data: ")) for one in data.split(b"\n\n")[:3]]
+            assert [one["index"] for one in said] == [0, 1, 2]
+            assert said[1]["meta_info"]["finish_reason"]["status_code"] == status
+            assert said[2]["meta_info"]["input_token_logprobs"] == [[-2.0, 2, None]]
 
     run(test)
 
