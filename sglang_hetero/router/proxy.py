@@ -25,7 +25,7 @@ from sglang_hetero.errors import HeteroError, RouterError
 
 from . import body as bodies
 from .answers import Tried, error, error_event, exhausted
-from .events import DONE, END, Failure, failure_in, payload, refusal
+from .events import Failure, failure_in
 from .exchange import Broken, Exchange, Passed, Prompts, encode, onward
 from .fits import Avoid, Key
 from .fleet import (
@@ -41,6 +41,7 @@ from .fleet import (
     NoPair,
     Server,
 )
+from .merge import PREFILL_SECONDS, Merge, broken_of, silent
 from .metrics import CLIENT_LEFT, Metrics
 from .options import Settings
 
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 1.0
 """To tell a client that its time is over; one that does not read is not told."""
-PREFILL_SECONDS = 30.0
-"""How long prefill's answer is waited for when decode has begun or ended: it has nothing left to do but to send it."""
 RETRY_AFTER = "1"
 """Seconds, of an answer that says that there is no server now."""
 
@@ -265,7 +264,7 @@ class _Request:
     async def _with_logprobs(self, lease: Lease, prefill: Exchange, before: asyncio.Task[bytes], answer: Any) -> bytes:
         """Decode's answer with prefill's log-probabilities of the prompt. Raises Broken."""
         done, _ = await asyncio.wait({before}, timeout=PREFILL_SECONDS)
-        if (failed := _broken(before) if done else silent(lease.prefill)) is not None:
+        if (failed := broken_of(before) if done else silent(lease.prefill)) is not None:
             self._charge(lease, failed)
             raise failed
         return msgspec.json.encode(bodies.merge_logprobs(prefill.json(before.result()), answer))
@@ -282,7 +281,7 @@ class _Request:
                 events = await self._both(lease, before, first)
                 prompts.begun = True
                 self._accepted()
-                merge = _Merge(lease.prefill, before, prompts)
+                merge = Merge(lease.prefill, before, prompts)
                 try:
                     head, rest = merge.head(events)
                     piece = await merge.all(head)
@@ -316,7 +315,7 @@ class _Request:
         piece: bytes,
         *,
         events: list[bytes],
-        merge: _Merge,
+        merge: Merge,
     ) -> None:
         """The first piece, the events that came with it, and the rest of the stream. A failure is told in the stream,
         which it ends."""
@@ -360,17 +359,17 @@ class _Request:
         """What decode answers. Raises Broken as soon as either side fails, having found out whose fault it is."""
         before.add_done_callback(lambda _: lease.prefill_done())
         await asyncio.wait({before, answer}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done() and _broken(before) is None:
+        if not answer.done() and broken_of(before) is None:
             self._fleet.succeeded(lease.prefill)
             await asyncio.wait({answer})
-        failed = _broken(answer) if answer.done() else _broken(before)
+        failed = broken_of(answer) if answer.done() else broken_of(before)
         if failed is None:
             return answer.result()
         # Let the other one speak, unless it is clear already.
         other = before if failed.server is lease.decode else answer
         if failed.kind != LOST and failed.failure.blame:
             await asyncio.wait({other}, timeout=self._settings.grace)
-        told = _broken(other)
+        told = broken_of(other)
         if other is answer and answer.done() and told is None:
             return answer.result()  # what failed on prefill came after the hand-over
         worse = told if told is not None and _weight(told) > _weight(failed) else failed
@@ -428,7 +427,7 @@ class _Request:
         """End what is under way. Where decode has answered, prefill may finish."""
         if handed_over and not before.done():
             self._proxy.finish_later(before, prefill, lease)
-        elif handed_over and _broken(before) is None:
+        elif handed_over and broken_of(before) is None:
             self._fleet.succeeded(lease.prefill)
         else:
             before.cancel()
@@ -484,16 +483,6 @@ def refuse(status: int, text: str, tried: list[Tried] | tuple[()] = ()) -> web.R
     )
 
 
-def _broken(task: asyncio.Task[Any]) -> Broken | None:
-    """How a task failed; None if it has not, or not yet. Raises what is no failure of a server."""
-    if not task.done():
-        return None
-    failed = task.exception()
-    if failed is None or isinstance(failed, Broken):
-        return failed
-    raise failed
-
-
 def _weight(broken: Broken) -> int:
     """Which of two failures of one attempt is the cause: a lost connection, or a refusal of the request itself."""
     return 2 if broken.kind == LOST else 1 if not broken.failure.retry else 0
@@ -521,55 +510,3 @@ async def _end(out: web.StreamResponse) -> None:
         await out.write_eof()
     except (ConnectionError, aiohttp.ClientConnectionError):
         raise Gone from None
-
-
-class _Merge:
-    """Puts what prefill has said of a prompt into decode's events about it."""
-
-    def __init__(self, prefill: Server, before: asyncio.Task[None], prompts: Prompts) -> None:
-        self._prefill, self._before, self._prompts = prefill, before, prompts
-
-    def head(self, events: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Those that can be sent together, and the others: none waits for what prefill has to say of the next one."""
-        if self._prompts.wanted:
-            for count, event in enumerate(events, 1):
-                if payload(event) is not None:
-                    return events[:count], events[count:]
-        return events, []
-
-    async def all(self, events: list[bytes]) -> bytes:
-        """Events as they are to be sent. Raises Broken if prefill does not say it."""
-        if not self._prompts.wanted:
-            return b"".join(events)
-        return b"".join([await self._one(event) for event in events])
-
-    async def _one(self, event: bytes) -> bytes:
-        data = payload(event)
-        if data is None or data == DONE:
-            return event
-        try:
-            answer = msgspec.json.decode(data)
-        except (msgspec.DecodeError, RecursionError):
-            return event
-        if not bodies.has_meta(answer):
-            return event
-        said = await self._of_prompt(answer)
-        return b"data: " + msgspec.json.encode(bodies.merge_logprobs(said, answer)) + END
-
-    async def _of_prompt(self, answer: Any) -> Any:
-        found = asyncio.ensure_future(self._prompts.of(answer))
-        try:
-            await asyncio.wait({found, self._before}, timeout=PREFILL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not found.done() and _broken(self._before) is None and self._before.done():
-                await asyncio.sleep(0)  # what it said last is there
-            if found.done():
-                return found.result()
-        finally:
-            found.cancel()
-        raise _broken(self._before) or silent(self._prefill)
-
-
-def silent(server: Server) -> Broken:
-    """A prefill that does not answer, or not for each prompt."""
-    text = f"it did not answer within {PREFILL_SECONDS:g} s, or not all, although decode has its request"
-    return Broken(server, REFUSED, refusal(HTTPStatus.GATEWAY_TIMEOUT, text))
