@@ -11,14 +11,16 @@ import msgspec
 
 from .events import DONE, END
 
+_OURS, _THEIRS = "server_error", "invalid_request_error"
 _TYPES: dict[int, str] = {
-    HTTPStatus.BAD_REQUEST: "invalid_request_error",
     HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "invalid_request_error",
-    HTTPStatus.BAD_GATEWAY: "server_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
+"""Those that have one of their own; the others are the request's fault, or from 500 on the server's."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def error(status: int, message: str, tried: Sequence[Tried] = ()) -> dict[str, A
     inner: dict[str, Any] = {
         "object": "error",
         "message": message,
-        "type": _TYPES.get(status, "server_error"),
+        "type": _TYPES.get(status, _OURS if status >= HTTPStatus.INTERNAL_SERVER_ERROR else _THEIRS),
         "param": None,
         "code": int(status),
     }

@@ -175,3 +175,16 @@ def test_words_of_a_server_cannot_make_a_line_of_the_log_or_steer_a_terminal() -
     evil = "no\n2026-11-30 WARNING forged \x1b[2J\u2028 日本"
     for text in (refusal(500, evil).cause, words_of(json.dumps({"error": evil}).encode()), words_of(evil.encode())):
         assert text == "no\\n2026-11-30 WARNING forged \\x1b[2J\\u2028 日本"
+
+
+@pytest.mark.parametrize(
+    ("status", "type_"),
+    [
+        *((400, "invalid_request_error"), (404, "invalid_request_error"), (422, "invalid_request_error")),
+        *((401, "authentication_error"), (403, "permission_error"), (408, "timeout_error"), (429, "rate_limit_error")),
+        *((500, "server_error"), (502, "server_error"), (503, "service_unavailable_error"), (504, "timeout_error")),
+    ],
+)
+def test_the_type_of_an_error_says_whose_it_is(status: int, type_: str) -> None:
+    """A client decides by it whether to send the request again: what is below 500 is not the server's."""
+    assert error(status, "x")["error"]["type"] == type_
