@@ -323,8 +323,13 @@ def test_a_chunk_of_the_rooms_last_use_is_told_late():
         for node, ours, theirs in zip(world.prefill, new, chunks, strict=True):
             node.side.reached(1, ours, layer_done(0))
             node.side.reached(1, theirs, COMPLETE)
+
+        def only_ours() -> bool:
+            return all(entries(world, node) == {(None, 0)} for node in world.prefill)
+
+        world.until(only_ours, send=False)
         world.rounds(5, send=False)
-        assert all(entries(world, node) == {(None, 0)} for node in world.prefill)
+        assert only_ours()
         for node, ours in zip(world.prefill, new, strict=True):
             node.side.reached(1, ours, COMPLETE)
         world.serve(request)
