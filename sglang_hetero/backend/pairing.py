@@ -132,13 +132,14 @@ def decide(mode: Mode, here: Here, peer: Route | Registration, *, capable: bool,
 def same_layouts(sources: Sequence[Manifest], destination: Manifest) -> bool:
     """Whether an item of `destination` is, byte for byte, an item of the source of the same TP rank.
 
-    sources: all ranks of the prefill replica. Upstream then copies whole pages, slots and rows, and is right.
+    sources: all ranks of the prefill replica. Upstream then copies whole pages, slots and rows, and is right. Releases
+    of SGLang count: nobody has shown that the caches, or the messages of its own path, are the same in two of them.
     """
     coordinates = destination.coordinates
     peers = [source for source in sources if source.coordinates.tp_rank == coordinates.tp_rank]
     if any(
-        (source.coordinates.tp_size, source.page_size, source.model, source.row)
-        != (coordinates.tp_size, destination.page_size, destination.model, destination.row)
+        (source.coordinates.tp_size, source.page_size, source.model, source.sglang, source.row)
+        != (coordinates.tp_size, destination.page_size, destination.model, destination.sglang, destination.row)
         for source in sources
     ):
         return False

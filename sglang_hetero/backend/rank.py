@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_hetero import releases
 from sglang_hetero.device import numbered
 from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.component import Role
@@ -80,6 +81,7 @@ def current_rank(side: Side, kv_args: Any) -> Rank:
             model=geometry_from_config(config),
             fingerprint=config_fingerprint(config),
             incarnation=uuid.uuid4().hex,
+            sglang=releases.number(),
             target_pool=queue.token_to_kv_pool,
             draft_pool=queue.draft_token_to_kv_pool,
             mamba_pool=_mamba_pool(queue),

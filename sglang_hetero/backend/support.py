@@ -183,6 +183,7 @@ BY_LAYOUT: tuple[ByLayout, ...] = (
     ByLayout("Pipeline stages on decode", "reshard/compatibility.py"),
     ByLayout("Page sizes or dtypes that differ", "backend/pairing.py, reshard/compatibility.py"),
     ByLayout("Another draft model than the checkpoint's MTP module, on either side", "layout/pools.py"),
+    ByLayout("Releases of SGLang that differ", "backend/pairing.py, reshard/compatibility.py"),
     ByLayout("Draft caches of two kinds", "reshard/compatibility.py"),
     ByLayout("Rows of metadata (with the first token) whose columns differ", "reshard/row.py"),
 )

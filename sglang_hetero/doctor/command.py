@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_hetero import releases
-from sglang_hetero.errors import HeteroError, OptionError
+from sglang_hetero.errors import HeteroError, OptionError, UpstreamChanged
 
 from . import host
 from .lines import Line, as_json, fail, failed, skip, summary, text
+from .source import Release
 
 KEY = "SGLANG_API_KEY"
 
@@ -114,7 +115,6 @@ def guarded(area: str, look: Callable[[], list[Line]]) -> list[Line]:
 def sglang_lines(folder: Path | None, found: host.Device) -> tuple[list[Line], list[str]]:
     """The symbols of the installed SGLang, or of that in `folder`, and what that release needs."""
     from . import symbols
-    from .source import Release
     from .upstream import uses
 
     release = host.installed() if folder is None else Release(folder)
@@ -123,6 +123,14 @@ def sglang_lines(folder: Path | None, found: host.Device) -> tuple[list[Line], l
     changes = symbols.changes(release, all_uses, symbols.recorded(served).symbols)
     lines = symbols.lines(release, served, changes, len(all_uses), cpu=host.reference_platform(found))
     return lines, symbols.needs(changes)
+
+
+def _release(folder: Path | None) -> str:
+    """The number of the SGLang that would run here; empty if there is none, which has a line of its own."""
+    try:
+        return (host.installed() if folder is None else Release(folder)).version
+    except UpstreamChanged:
+        return ""
 
 
 def _peers(arguments: argparse.Namespace, found: host.Device) -> list[Line]:
@@ -134,5 +142,5 @@ def _peers(arguments: argparse.Namespace, found: host.Device) -> list[Line]:
     peer = peers.ask(arguments.peer[0], key)
     if not peer.ranks:
         return [skip(peers.AREA, peer.instance.label, f"it has no layout to plan with: {peer.why}")]
-    paper = local.configured(arguments.server_arguments, peer, found.kind)
+    paper = local.configured(arguments.server_arguments, peer, found.kind, _release(arguments.sglang))
     return [paper.line(peers.AREA), *peers.examine(arguments.peer, key, paper.known)]

@@ -64,9 +64,10 @@ class _Parser(argparse.ArgumentParser):
         raise OptionError(f"options of a server behind --: {message}")
 
 
-def configured(given: Sequence[str], peer: Known, kind: str) -> OnPaper:
+def configured(given: Sequence[str], peer: Known, kind: str, sglang: str) -> OnPaper:
     """The server that SGLang's options `given` would start, as a partner for `peer`. kind: of device, if no --device is
-    given. Raises HeteroError for options that cannot be.
+    given. sglang: the release that would run it, empty if it is not known. Raises HeteroError for options that cannot
+    be.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", dest="model", required=True)
@@ -109,6 +110,7 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> OnPaper:
             options,
             host="on paper",
             fingerprint=peer.ranks[0].model,
+            sglang=sglang or peer.ranks[0].sglang,
             draft=speculation.on,
             row=row,
         )
@@ -121,7 +123,10 @@ def configured(given: Sequence[str], peer: Known, kind: str) -> OnPaper:
         messages=peer.instance.messages,
     )
     known = Known(instance, told=True, ranks=ranks, mode=peer.mode, backend=peer.backend, why="on paper")
-    return OnPaper(known, speculation.told, tuple(speculation.unsure))
+    unsure = list(speculation.unsure)
+    if not sglang:
+        unsure.append(f"the release of SGLang (the peer's, {peer.ranks[0].sglang})")
+    return OnPaper(known, speculation.told, tuple(unsure))
 
 
 class _Speculation:

@@ -98,7 +98,10 @@ def _of(one: Known) -> Line:
     if not one.ours:
         return warn(AREA, name, f"{words}; it takes SGLang's own path only: {one.why}", "see docs/support.md")
     return ok(
-        AREA, name, f"{words}, {len(one.ranks)} ranks, TP {one.ranks[0].coordinates.tp_size}, backend {one.backend}"
+        AREA,
+        name,
+        f"{words}, SGLang {one.ranks[0].sglang}, {len(one.ranks)} ranks, TP {one.ranks[0].coordinates.tp_size}, "
+        f"backend {one.backend}",
     )
 
 

@@ -53,8 +53,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """One rank's description of itself; consistent in itself once it exists.
 
     host: how a person finds the process. page_size: tokens. model: fingerprint of the checkpoint's configuration.
-    incarnation: differs for each start of the process, so that addresses of a former one are never used. row: columns
-    of the metadata that goes with a first token.
+    incarnation: differs for each start of the process, so that addresses of a former one are never used. sglang: the
+    release of SGLang that made the caches, as it tells it. row: columns of the metadata that goes with a first token.
     Raises ManifestError for what contradicts itself, TopologyError for heads that its TP size cannot shard.
     """
 
@@ -64,11 +64,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
     page_size: int
     model: str
     incarnation: str
+    sglang: str
     components: tuple[Component, ...]
     row: tuple[Column, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("host", "model", "incarnation"):
+        for name in ("host", "model", "incarnation", "sglang"):
             check_name(getattr(self, name), name)
         if not 1 <= self.page_size <= limits.MAX_ELEMENTS:
             raise ManifestError(f"{self.label}: page_size is {self.page_size}, must be 1 to {limits.MAX_ELEMENTS}")
@@ -122,13 +123,14 @@ class Manifest(Struct, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         """Digest of the layout: for two ranks with the same one, an item of one is an item of the other byte for byte.
 
-        It covers what the bytes mean, so model, page size, TP rank and size, and the row of metadata; where the process
-        runs, how many items it has and where they lie are left out. That sizes are equal means nothing.
+        It covers what the bytes mean, so model, release of SGLang, page size, TP rank and size, and the row of
+        metadata; where the process runs, how many items it has and where they lie are left out. That sizes are equal
+        means nothing.
         """
         ordered = sorted(self.components, key=lambda component: (component.role, component.layers))
         geometry = [_meaning(component) for component in ordered]
         tp = (self.coordinates.tp_rank, self.coordinates.tp_size)
-        return digest((tp, self.page_size, self.model, geometry, self.row))
+        return digest((tp, self.page_size, self.model, self.sglang, geometry, self.row))
 
 
 def _meaning(component: Component) -> object:

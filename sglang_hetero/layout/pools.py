@@ -23,6 +23,7 @@ def describe(
     model: ModelGeometry,
     fingerprint: str,
     incarnation: str,
+    sglang: str,
     target_pool: object,
     draft_pool: object | None = None,
     mamba_pool: object | None = None,
@@ -36,9 +37,9 @@ def describe(
     SGLang pads the heads, and the padded pool has the shape of a replicated one; the object says so and is refused.
     target_pool: the target model's KV pool, a HybridLinearKVPool or, without linear layers, a plain one. draft_pool:
     the MTP module's, None without speculation. mamba_pool: the linear state, None for the one that target_pool names.
-    fingerprint: of the model's configuration. conv_live_rows: which rows of a conv window with room for draft tokens
-    count. conv_window_axis: which of the two axes of a conv slot's shape is the window, needed only where both have one
-    size. row: columns of the metadata that goes with a first token.
+    fingerprint: of the model's configuration. sglang: the release that made the pools. conv_live_rows: which rows of a
+    conv window with room for draft tokens count. conv_window_axis: which of the two axes of a conv slot's shape is the
+    window, needed only where both have one size. row: columns of the metadata that goes with a first token.
 
     Raises ManifestError, beginning with the rank's name, where a pool is of a kind that is not described, keeps
     something that no role describes, or has another shape than model and TP size give; TopologyError for a TP size
@@ -64,6 +65,7 @@ def describe(
         page_size=pool.page_size,
         model=fingerprint,
         incarnation=incarnation,
+        sglang=sglang,
         components=tuple(components),
         row=row,
     )

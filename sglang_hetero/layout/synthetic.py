@@ -5,6 +5,8 @@ They have the geometry that the pools of a rank would have, densely packed, at m
 
 from dataclasses import dataclass
 
+from sglang_hetero.releases import MADE_FOR
+
 from .axes import Axis, AxisName, Segment
 from .component import ITEMSIZE, Component, Item, Role
 from .geometry import LatentAttention, ModelGeometry
@@ -79,6 +81,7 @@ def manifest(
     *,
     host: str = "synthetic",
     fingerprint: str = "synthetic",
+    sglang: str = MADE_FOR.number,
     draft: bool = True,
     row: tuple[Column, ...] = (),
 ) -> Manifest:
@@ -96,6 +99,7 @@ def manifest(
         page_size=options.page_size,
         model=fingerprint,
         incarnation=f"{side}-{coordinates}",
+        sglang=sglang,
         components=tuple(builder.components),
         row=row,
     )

@@ -10,7 +10,7 @@ from .checks import Struct
 from .manifest import Manifest
 
 MAGIC = b"SGHM"
-VERSION = 2
+VERSION = 3
 """Raised with every change of a struct's fields or of what one of them means."""
 _HEADER = len(MAGIC) + 1
 MAX_REASON = 300

@@ -8,7 +8,7 @@ number, and nowhere else. A release of any other number is held against the tabl
 from .release import Attribute, Instead, Release
 from .v0_5_22 import V0_5_22
 
-__all__ = ["MADE_FOR", "OLDER", "Attribute", "Instead", "Release", "by_number", "installed"]
+__all__ = ["MADE_FOR", "OLDER", "Attribute", "Instead", "Release", "by_number", "installed", "number"]
 
 MADE_FOR = Release("0.5.23")
 """Its symbols are those of the tables, and all tests are run on it."""
@@ -20,8 +20,13 @@ def by_number(number: str) -> Release:
     return next((release for release in OLDER if release.number == number), MADE_FOR)
 
 
-def installed() -> Release:
-    """The one that this process has. Raises ImportError if there is no SGLang."""
+def number() -> str:
+    """That of the SGLang of this process, as it tells it. Raises ImportError if there is no SGLang."""
     from sglang.version import __version__
 
-    return by_number(__version__)
+    return str(__version__)
+
+
+def installed() -> Release:
+    """The one that this process has. Raises ImportError if there is no SGLang."""
+    return by_number(number())

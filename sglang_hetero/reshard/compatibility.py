@@ -62,6 +62,12 @@ def check_sources(sources: Sequence[Manifest], destination: Manifest) -> None:
     for source in sources:
         _check_peer(first, source)
     _check_complete(sources)
+    if first.sglang != destination.sglang:
+        raise LayoutMismatch(
+            f"{first.label} runs SGLang {first.sglang}, {destination.label} {destination.sglang}: no pair of two "
+            "releases has been run; install the same SGLang on both, or leave the pair to SGLang's own path with "
+            "SGLANG_HETERO=off on both (docs/versions.md)"
+        )
     if first.page_size != destination.page_size:
         raise LayoutMismatch(
             f"{first.label} has pages of {first.page_size} tokens, {destination.label} of {destination.page_size}: "
@@ -83,7 +89,7 @@ def _check_peer(first: Manifest, source: Manifest) -> None:
                 f"{first.label} has {name} {mine}, {source.label} {other}: ranks of two replicas cannot hand over one "
                 "request; give the ranks of one prefill replica"
             )
-    for name in ("page_size", "model"):
+    for name in ("page_size", "model", "sglang"):
         mine, other = getattr(first, name), getattr(source, name)
         if mine != other:
             raise LayoutMismatch(f"{first.label} has {name} {mine}, {source.label} {other}: restart the prefill server")

@@ -85,6 +85,7 @@ class CoreHandover:
             model=model_geometry(self.geometry),
             fingerprint="harness",
             incarnation="1",
+            sglang="0.5.23",
             target_pool=rank.target,
             draft_pool=rank.draft,
             mamba_pool=getattr(rank.requests, "mamba_pool", None),

@@ -173,6 +173,12 @@ FAULTS = [
         "    if first.page_size != destination.page_size:",
         "    if False:",
     ),
+    Fault(
+        "two releases of SGLang pass",
+        _COMPATIBILITY,
+        "    if first.sglang != destination.sglang:",
+        "    if False:",
+    ),
     Fault("different dtypes pass", _COMPATIBILITY, '    yield "dtype", remedy, theirs.dtype, ours.dtype\n', ""),
     Fault("a side without state passes", _COMPATIBILITY, "        if vital:", "        if False:"),
     Fault(

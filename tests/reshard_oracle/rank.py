@@ -90,6 +90,7 @@ class Rank:
             page_size=shape.page_size,
             model="oracle",
             incarnation=f"{side} {coordinates}",
+            sglang="0.5.23",
             components=components,
         )
 

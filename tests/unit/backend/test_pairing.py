@@ -330,6 +330,13 @@ class TestSameLayouts:
     def test_what_differs(self, destination):
         assert not same_layouts(prefill(2, shape=Shape(formats={Role.CONV: CHANNELS_FIRST})), destination)
 
+    def test_releases_of_sglang(self):
+        """Nobody has run SGLang's own path between two releases either."""
+        older = [replace_struct(one, sglang="0.5.22") for one in prefill(2)]
+        assert same_layouts(older, replace_struct(decode(1, 2), sglang="0.5.22"))
+        assert not same_layouts(older, decode(1, 2))
+        assert not same_layouts([prefill(2)[0], older[1]], decode(0, 2))
+
     def test_rows_of_metadata(self):
         """SGLang's own path would take prefill's size of a column for decode's."""
         wide, narrow = ((Column("output_hidden_states", "bfloat16", nbytes, draft=True),) for nbytes in (4096, 64))

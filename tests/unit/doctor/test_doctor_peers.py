@@ -4,10 +4,11 @@ import http.server
 import json
 import threading
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from sglang_hetero import cli
+from sglang_hetero import cli, releases
 from sglang_hetero.discovery.record import Description, encode_description
 from sglang_hetero.doctor import local, peers
 from sglang_hetero.doctor.lines import Status
@@ -25,6 +26,7 @@ from sglang_hetero.models.config import model_config
 from tests.unit.discovery.servers import decode_server, manifests, prefill_server
 
 KEY = "secret"
+RELEASE = releases.MADE_FOR.number
 
 
 class Servers:
@@ -94,6 +96,35 @@ def test_two_that_do_not_fit_fail_with_the_rule(servers):
     line = examined(prefill, decode)[f"{prefill} to {decode}"]
     assert line.status is Status.FAIL
     assert "another" in line.seen
+
+
+def test_two_releases_of_sglang_fail_with_both(servers):
+    older = tuple(replace(one, sglang="0.5.22") for one in manifests(Side.PREFILL, 2))
+    for tp in (1, 2):
+        prefill, decode = servers.add("p", Side.PREFILL, 2, ranks=older), servers.add("d", Side.DECODE, tp)
+        found = examined(prefill, decode)
+        assert "SGLang 0.5.22, 2 ranks" in found[f"prefill {prefill}"].seen
+        line = found[f"{prefill} to {decode}"]
+        assert line.status is Status.FAIL and "runs SGLang 0.5.22, decode" in line.seen and "0.5.23" in line.seen
+
+
+def test_a_build_that_does_not_tell_its_release_of_sglang_fails_with_the_remedy(servers):
+    """As the build before wrote it: version 2 of the manifest."""
+    (one,) = manifests(Side.DECODE, 1)
+    body = msgspec.msgpack.decode(wire.encode(one)[len(wire.MAGIC) + 1 :])
+    del body["manifest"]["sglang"]
+    said = encode_description(
+        Description(
+            instance=decode_server(tp_size=1),
+            mode="auto",
+            backend="mooncake",
+            manifests=(wire.MAGIC + b"\x02" + msgspec.msgpack.encode(body),),
+        )
+    )
+    servers.answers["/old"] = (200, said, None)
+    line = examined(f"{servers.url}/old")[f"{servers.url}/old"]
+    assert line.status is Status.FAIL
+    assert "manifest has version 2, this build reads version 3; install the same version of sglang-hetero" in line.seen
 
 
 def test_releases_that_do_not_understand_each_other_fail(servers):
@@ -184,7 +215,7 @@ MTP = ["--speculative-algorithm", "NEXTN", "--speculative-num-draft-tokens", "4"
 
 
 def on_paper(peer, *options, model="tiny"):
-    return local.configured(["--model-path", model, *options], peer, "cpu")
+    return local.configured(["--model-path", model, *options], peer, "cpu", RELEASE)
 
 
 def planned(peer, *options):
@@ -332,6 +363,17 @@ def test_a_configuration_without_the_size_of_a_hidden_state_is_told(servers):
     assert "hidden state's size, which config.json does not say" in made.line("peers").seen
     assert made.known.ranks[0].row == peer.ranks[0].row
     assert on_paper(peer, model="Qwen3.5-2B").line("peers").status is Status.OK  # nothing drafts, nothing is missing
+
+
+def test_a_configuration_runs_the_sglang_that_is_there(servers):
+    peer = running(servers)
+    made = local.configured(["--model-path", "tiny", *MTP], peer, "cpu", "0.5.22")
+    lines = {line.name: line for line in peers.examine([peer.instance.url], None, made.known)}
+    pair = lines[f"{peer.instance.url} to {local.URL}"]
+    assert pair.status is Status.FAIL and f"runs SGLang {RELEASE}, decode TP0/1 (on paper) 0.5.22" in pair.seen
+    unknown = local.configured(["--model-path", "tiny", *MTP], peer, "cpu", "")
+    assert unknown.known.ranks[0].sglang == RELEASE
+    assert f"the release of SGLang (the peer's, {RELEASE})" in unknown.line("peers").seen
 
 
 def test_a_model_that_cannot_draft_is_refused(servers):

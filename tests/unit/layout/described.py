@@ -74,6 +74,7 @@ def describe_pools(pools: Pools, model: ModelGeometry, tp: int = 1, rank: int = 
         "model": model,
         "fingerprint": "model",
         "incarnation": "first",
+        "sglang": "0.5.23",
         "target_pool": pools.target,
         "draft_pool": pools.draft,
     }

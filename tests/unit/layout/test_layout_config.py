@@ -141,6 +141,7 @@ def test_fits_the_pools_that_sglang_sizes(family: str, tp: int) -> None:
             model=model,
             fingerprint=config_fingerprint(config),
             incarnation="first",
+            sglang="0.5.23",
             target_pool=target,
             draft_pool=draft,
         )

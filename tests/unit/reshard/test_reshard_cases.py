@@ -112,6 +112,7 @@ def far(side, page_size, component):
         page_size=page_size,
         model="oracle",
         incarnation="1",
+        sglang="0.5.23",
         components=(component,),
     )
 

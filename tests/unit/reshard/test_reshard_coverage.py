@@ -134,6 +134,7 @@ def test_opaque_items_of_one_shape_are_not_taken_apart(encoding):
             page_size=4,
             model="m",
             incarnation="1",
+            sglang="0.5.23",
             components=(latent,),
         )
 

@@ -114,6 +114,7 @@ def regrouped(whole):
 MEANINGS = {
     "page_size": lambda w: decode(shape=Shape(page_size=3)),
     "model": lambda w: replace(w, model="another"),
+    "sglang": lambda w: replace(w, sglang="0.5.22"),
     "tp_rank": lambda w: decode(1, 2),
     "tp_size": lambda w: decode(0, 2),
     "component": lambda w: replace(w, components=w.components[:-1]),

@@ -65,7 +65,7 @@ def test_rejects_ranks_of_two_replicas(field, other):
         plan([first, second], decode())
 
 
-@pytest.mark.parametrize(("field", "value"), [("page_size", 3), ("model", "another")])
+@pytest.mark.parametrize(("field", "value"), [("page_size", 3), ("model", "another"), ("sglang", "0.5.22")])
 def test_rejects_sources_that_disagree(field, value):
     changes = {"page_size": {"shape": Shape(page_size=3)}}.get(field, {})
     second = manifest(Side.PREFILL, 1, 2, **changes)
@@ -105,6 +105,14 @@ def test_rejects_models_that_differ():
     words = f"{P0} serves model oracle, {D0} another: .*start both with the same checkpoint"
     with pytest.raises(LayoutMismatch, match=words):
         plan(prefill(), replace(decode(), model="another"))
+
+
+def test_rejects_releases_of_sglang_that_differ():
+    words = rf"{P0} runs SGLang 0\.5\.22, {D0} 0\.5\.23: no pair of two releases has been run.*the same SGLang on both"
+    with pytest.raises(LayoutMismatch, match=words):
+        plan([replace(one, sglang="0.5.22") for one in prefill()], decode())
+    older = [replace(one, sglang="0.5.22") for one in (*prefill(), decode())]
+    assert plan(older[:2], older[2]).missing == frozenset()
 
 
 LATENT = m.latent_kv(Role.TARGET_LATENT, {"latent": 4}, (1, 3))

@@ -72,6 +72,25 @@ def test_a_refusal_is_that_of_plan() -> None:
     assert "start both with the same checkpoint" in verdict.reason
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_releases_of_sglang_are_no_pair(tp: int) -> None:
+    """Unless it is left to SGLang, on both sides."""
+
+    def older(side: Side, size: int) -> tuple[Manifest, ...]:
+        return tuple(replace(one, sglang="0.5.22") for one in manifests(side, size))
+
+    left, right = prefill(ranks=older(Side.PREFILL, 2)), decode(tp)
+    assert left.layout != prefill(2).layout
+    for unknown in Unknown:
+        verdict = Pairing(unknown).judge(left, right)
+        assert verdict.fit is Fit.NO
+        for words in (left.instance.label, right.instance.label, "0.5.22", "0.5.23", "install the same SGLang"):
+            assert words in verdict.reason
+    assert Pairing().judge(left, decode(ranks=older(Side.DECODE, tp))).fit is Fit.YES
+    off = [replace_known(one, mode="off") for one in (left, right)]
+    assert Pairing().judge(*off).fit is Fit.YES and Pairing(Unknown.NEVER).judge(*off).fit is Fit.NO
+
+
 def test_every_rank_of_decode_is_looked_at() -> None:
     ranks = manifests(Side.DECODE, 4)
     wrong = (*ranks[:3], with_component(ranks[3], Role.SSM, dtype="bfloat16"))
