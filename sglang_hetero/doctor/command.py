@@ -9,12 +9,11 @@ from pathlib import Path
 
 from sglang_hetero import releases
 from sglang_hetero.errors import HeteroError, OptionError, UpstreamChanged
+from sglang_hetero.state.ask import KEY
 
 from . import host
 from .lines import Line, as_json, fail, failed, skip, summary, text
 from .source import Release
-
-KEY = "SGLANG_API_KEY"
 
 EXAMPLES = """examples:
   sglang-hetero doctor

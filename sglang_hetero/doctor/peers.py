@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import requests
 
-from sglang_hetero import answers
 from sglang_hetero.discovery.record import MAX_DESCRIPTION_BYTES, Instance, clean_url, decode_description
-from sglang_hetero.errors import HeteroError, PeerAway
+from sglang_hetero.errors import HeteroError
 from sglang_hetero.layout.component import Item
 from sglang_hetero.layout.manifest import Manifest, Side
 from sglang_hetero.reshard import plan
 from sglang_hetero.reshard.bind import chunk_pages
 from sglang_hetero.reshard.explain import Request, explain
 from sglang_hetero.router.pairing import Fit, Known, Pairing, described
+from sglang_hetero.state import ask as server
 
 from .lines import Line, fail, ok, one_line, skip, warn
 
 AREA = "peers"
 INSTANCE_PATH = "/hetero/instance"
-SECONDS = 10.0
-SHOWN = 300
-"""Characters of a wrong answer that a line shows."""
 TOKENS = 4096
 """Of the request that is explained."""
 SLOT = 1
@@ -33,23 +29,7 @@ MIB = 1 << 20
 def ask(url: str, key: str | None) -> Known:
     """What a server says of itself. Raises PeerAway or RecordError, with the remedy."""
     address = clean_url(url)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with answers.asked("GET", f"{address}{INSTANCE_PATH}", headers=headers, timeout=(SECONDS, SECONDS)) as reply:
-            data = answers.whole(reply, SECONDS, MAX_DESCRIPTION_BYTES)
-            status = reply.status_code
-    except (*answers.BROKEN, ValueError) as error:
-        raise PeerAway(f"no proper answer: {error}; is it started, and this its own URL?") from None
-    if status == requests.codes.unauthorized:
-        raise PeerAway("it wants its API key: give --api-key")
-    if status in (requests.codes.not_found, requests.codes.method_not_allowed):
-        raise PeerAway(
-            f"there is no {INSTANCE_PATH}: give the URL of a prefill or decode server, not of a router, with "
-            "sglang-hetero installed"
-        )
-    if status != requests.codes.ok:
-        raise PeerAway(f"HTTP {status}: {data[:SHOWN].decode(errors='replace')}")
-    said = decode_description(data)
+    said = decode_description(server.ask(address, INSTANCE_PATH, key, MAX_DESCRIPTION_BYTES))
     return described(Instance(role=said.instance.role, url=address), said)
 
 

@@ -6,19 +6,13 @@ import argparse
 import os
 import sys
 
-import requests
+from sglang_hetero.errors import PeerAway, StateError
 
-from sglang_hetero import answers
-from sglang_hetero.errors import StateError
-
+from .ask import KEY, ask
 from .report import Report, State, decode_state
 
 PATH = "/hetero/state"
-TIMEOUT_SECONDS = 10.0
-KEY = "SGLANG_API_KEY"
 MIB = 1 << 20
-SHOWN = 300
-"""Characters of a wrong answer that an error quotes."""
 POOLS = ("pages", "rows", "slots", "aux_rows")
 QUEUES = (
     "bootstrapping",
@@ -60,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     wrong: list[str] = []
     for url in arguments.url:
         try:
-            data = _ask(url.rstrip("/"), key)
+            data = ask(url.rstrip("/"), PATH, key)
             state = decode_state(data)
-        except StateError as error:
+        except (PeerAway, StateError) as error:
             wrong.append(f"fault: {url}: {error}")
             continue
         if arguments.json:
@@ -74,27 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0
-
-
-def _ask(url: str, key: str | None) -> bytes:
-    """The answer of one server. Raises StateError with the remedy."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with answers.asked("GET", f"{url}{PATH}", headers=headers, timeout=(TIMEOUT_SECONDS, TIMEOUT_SECONDS)) as reply:
-            data = answers.whole(reply, TIMEOUT_SECONDS)
-            status = reply.status_code
-    except (*answers.BROKEN, ValueError) as error:
-        raise StateError(f"no proper answer: {error}; is it started, and this its own URL?") from None
-    if status == requests.codes.unauthorized:
-        raise StateError(f"it wants its API key: give --api-key, or set {KEY}")
-    if status == requests.codes.not_found:
-        raise StateError(
-            f"there is no {PATH}: give the URL of an SGLang server, not of a router, with this release of "
-            "sglang-hetero installed and without --tokenizer-worker-num"
-        )
-    if status != requests.codes.ok:
-        raise StateError(f"HTTP {status}: {data[:SHOWN].decode(errors='replace')}")
-    return data
 
 
 def _lines(url: str, state: State) -> list[str]:

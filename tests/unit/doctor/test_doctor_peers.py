@@ -155,10 +155,11 @@ def test_one_that_takes_sglangs_path_only_is_told(servers):
     ("answer", "words"),
     [
         ((404, b"", None), "not of a router"),
+        ((405, b"", None), "not of a router"),
         ((500, b"boom", None), "HTTP 500: boom"),
         ((200, b"{}", None), "/hetero/instance"),
         ((200, b"\xff\x00", None), "/hetero/instance"),
-        ((200, b"", KEY), "--api-key"),
+        ((200, b"", KEY), "give --api-key, or set SGLANG_API_KEY"),
     ],
 )
 def test_one_that_does_not_answer_well_fails_and_the_others_are_told(answer, words, servers):

@@ -99,7 +99,8 @@ def test_json_is_what_the_server_says(serve, capsys):
     ("answer", "status", "said"),
     [
         (b"", 404, "there is no /hetero/state: give the URL of an SGLang server, not of a router"),
-        (b"", 401, "wants its API key: give --api-key"),
+        (b"", 405, "there is no /hetero/state: give the URL of an SGLang server, not of a router"),
+        (b"", 401, "wants its API key: give --api-key, or set SGLANG_API_KEY"),
         (b"down", 503, "HTTP 503: down"),
         (b"<html>", 200, "this is not what /hetero/state answers"),
     ],
