@@ -265,6 +265,45 @@ def test_a_manifest_that_is_too_large_stops_nothing(tmp_path, monkeypatch, caplo
     assert "too large" in caplog.text and folder.read_ranks(tmp_path) == ([], [])
 
 
+def test_what_will_not_change_is_not_tried_again(tmp_path, monkeypatch, caplog):
+    asked = []
+
+    def large(manifest):
+        asked.append(manifest)
+        raise ManifestError("too large")
+
+    monkeypatch.setattr("sglang_hetero.backend.rank_told.encode_manifest", large)
+    one = RankTold(rank(), tmp_path)
+    threads = threading.active_count()
+    one.insist()
+    one.along(lambda report: None)("a report")
+    assert len(asked) == 1 and threading.active_count() == threads
+    assert "which will not change" in caplog.text
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_rank_does_not_try_for_ever(watched, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sglang_hetero.backend.rank_told.AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr("sglang_hetero.backend.rank_told.MAX_TRIES", 3)
+    heard = []
+    one = RankTold(rank(), tmp_path / "gone")
+    if watched:
+        tell = one.along(heard.append)
+        for number in range(5):
+            tell(number)
+        assert heard == [0, 1, 2, 3, 4]
+    else:
+        one.insist()
+        for each in threading.enumerate():
+            if each.name == "hetero-told":
+                each.join(10)
+                assert not each.is_alive()
+    (tmp_path / "gone").mkdir()
+    one.along(heard.append)("later")
+    assert folder.read_ranks(tmp_path / "gone") == ([], [])
+    assert len(caplog.records) == 2 and "after 3 tries" in caplog.text and "restart the server" in caplog.text
+
+
 def test_reports_and_what_ranks_are_do_not_mix(tmp_path):
     RankTold(rank(), tmp_path)
     assert folder.read(tmp_path) == ([], [])
