@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from sglang_hetero.validate.hearer import Hearer
+from sglang_hetero.validate.hearer import KEPT_CHARACTERS, Hearer
 
 SECONDS = 30
 PIPE_BYTES = 1 << 16
@@ -72,3 +73,35 @@ def test_a_process_that_is_not_asked_any_more_can_go_on_talking(say):
     process = say(f"print('READY')\nfor _ in range({PIPE_BYTES // 64 * 4}): print('x' * 63)")
     assert Hearer(process).line(soon()) == "READY\n"
     assert process.wait(SECONDS) == 0
+
+
+def test_of_a_process_that_is_not_asked_only_the_latest_is_kept(say):
+    """A fleet that serves goes on logging for as long as it runs."""
+    lines = KEPT_CHARACTERS // 64 * 3
+    process = say(
+        f"for number in range({lines}): print(f'{{number:063d}}')\nprint('x' * {KEPT_CHARACTERS * 2})\nprint('end')"
+    )
+    hearer = Hearer(process)
+    assert process.wait(SECONDS) == 0
+    for thread in threading.enumerate():
+        if thread.name == f"hearer-{process.pid}":
+            thread.join(SECONDS)
+    heard = []
+    while line := hearer.line(soon()):
+        heard.append(line)
+    assert heard[-1] == "end\n"
+    assert sum(map(len, heard)) <= KEPT_CHARACTERS
+
+
+def test_the_latest_lines_are_heard_in_order_and_whole(say):
+    lines = KEPT_CHARACTERS // 64 * 3
+    process = say(f"for number in range({lines}): print(f'{{number:063d}}')")
+    hearer = Hearer(process)
+    assert process.wait(SECONDS) == 0
+    for thread in threading.enumerate():
+        if thread.name == f"hearer-{process.pid}":
+            thread.join(SECONDS)
+    heard = []
+    while line := hearer.line(soon()):
+        heard.append(int(line))
+    assert heard == list(range(lines - len(heard), lines)) and len(heard) == KEPT_CHARACTERS // 64
