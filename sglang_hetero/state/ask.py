@@ -1,4 +1,4 @@
-"""What a route of this package on an SGLang server answers, or why it does not: one place for the words and remedies."""
+"""What a route of ours on an SGLang server answers, or why it does not: one place for the words and remedies."""
 
 from __future__ import annotations
 
