@@ -3,6 +3,20 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # Where the files of a run go: server logs, test reports.
 OUT ?= out
+# Tests that start no server take a process per core, each some 3 GB with the ranks that it forks; a file's tests stay
+# together. The others have servers, which keep the cores busy, or clocks: one after the other.
+SEVERAL := -n logical --maxprocesses 4 --dist loadfile
+UNIT := tests/unit tests/harness
+SERVERS := tests/faults tests/accuracy tests/serving
+PYTEST = SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest
+# A failed test (status 1) does not keep the rest from running; anything else does.
+define BOTH
+@failed=0; \
+$(PYTEST) $(SEVERAL) $(1) $(UNIT) || failed=$$?; \
+[ $$failed -le 1 ] || exit $$failed; \
+$(PYTEST) $(1) $(SERVERS) || failed=$$?; \
+exit $$failed
+endef
 
 .PHONY: help setup ascend-env demo pair-0.5.22 test test-full unit mutants faults patches lint format bench bench-small \
         failover clean
@@ -54,13 +68,13 @@ pair-0.5.22: setup
 	@$(OLDER) demo --mtp 3 $(VERIFIED)/mtp3
 
 test: setup ascend-env lint
-	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=5 -m "not full"
+	$(call BOTH,--durations=5 -m "not full")
 
 test-full: setup ascend-env lint
-	@SGLANG_HETERO_TEST_LOGS=$(abspath $(OUT))/servers $(BIN)/python -m pytest --durations=20
+	$(call BOTH,--durations=20)
 
 unit: setup ascend-env
-	@$(BIN)/python -m pytest tests/unit tests/harness
+	@$(BIN)/python -m pytest $(SEVERAL) $(UNIT)
 
 mutants: setup
 	@$(BIN)/python -m tests.mutants
