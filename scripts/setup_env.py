@@ -9,6 +9,7 @@ run, so that a broken or half-made environment is found and mended before anythi
 """
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -33,6 +34,7 @@ VENV = os.path.join(ROOT, ".venv")
 LOCK = os.path.join(ROOT, ".venv.lock")
 REQUIREMENTS = ("cpu.lock", "sglang.lock", "picture.lock", "dev.lock")
 OWN = "sglang-hetero"
+STAMP = ".sglang-hetero-stamp"
 TORCH_INDEX = "SGLANG_HETERO_TORCH_INDEX"
 APT_PACKAGE = "libibverbs1"
 LIBRARY = "libibverbs.so.1"
@@ -128,12 +130,17 @@ def check_disk(broken):
     else:
         needs[temporary] = download
     for folder, need in needs.items():
-        free = shutil.disk_usage(folder).free
-        if free < need:
-            raise SetupError(
-                "only {:.1f} GB free on the disk of {}, the installation needs {:.1f} GB there while it works; free "
-                "some space and run again".format(free / 1e9, folder, need / 1e9)
-            )
+        check_free(folder, need, "the installation")
+
+
+def check_free(folder, need, what):
+    """Raise a SetupError unless the disk of that folder has room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise SetupError(
+            "only {:.1f} GB free on the disk of {}, {} needs {:.1f} GB there while it works; free some space and run "
+            "again".format(free / 1e9, folder, what, need / 1e9)
+        )
 
 
 # --- what the environment is, and whether it is whole ------------------------------------------------------------
@@ -149,7 +156,7 @@ def venv_python():
 
 def stamp_file():
     """Written last: the fingerprint of a complete environment."""
-    return in_venv(".sglang-hetero-stamp")
+    return in_venv(STAMP)
 
 
 def place_file():
@@ -157,8 +164,9 @@ def place_file():
     return in_venv(".sglang-hetero-place")
 
 
-def site_packages():
-    return in_venv("lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
+def site_packages(venv=None):
+    """Of an environment that this Python made; of `.venv` where none is named."""
+    return os.path.join(venv or VENV, "lib", "python{}.{}".format(*sys.version_info[:2]), "site-packages")
 
 
 def base_python():
@@ -385,15 +393,22 @@ def check_result():
         raise SetupError("{} is still broken after its installation; remove .venv and run again".format(left[0]))
 
 
-def setup():
-    """Make or repair the environment; nothing to do where it is whole. Raises SetupError."""
-    check_python()
+@contextlib.contextmanager
+def locked(tell):
+    """Hold the lock of this folder's environments, and wait for whoever has it; gives its open file."""
     with open(LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another set-up of this folder is running: waiting for it")
+            tell("another set-up of this folder is running: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def setup():
+    """Make or repair the environment; nothing to do where it is whole. Raises SetupError."""
+    check_python()
+    with locked(say) as lock:
         check_library(lock)
         if is_current():
             return
@@ -435,20 +450,28 @@ def catch_signals():
             signal.signal(number, interrupt)
 
 
-def main():
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+def finish(work, tell, next_run):
+    """Run `work` and tell in one line why it did not come to its end; gives the exit status.
+
+    next_run: what that does after an interruption, in words.
+    """
     try:
-        setup()
+        work()
     except SetupError as error:
-        say(str(error))
+        tell(str(error))
         return 1
     except (Interrupted, KeyboardInterrupt) as error:
-        say("interrupted; the next run goes on from here")
+        tell("interrupted; " + next_run)
         return 128 + (error.args[0] if isinstance(error, Interrupted) else signal.SIGINT)
     except OSError as error:
-        say(explain(error))
+        tell(explain(error))
         return 1
     return 0
+
+
+def main():
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    return finish(setup, say, "the next run goes on from here")
 
 
 if __name__ == "__main__":

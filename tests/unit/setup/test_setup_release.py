@@ -19,7 +19,8 @@ def script(setup_env, monkeypatch, tmp_path):
     """The script as a fresh module, with a checkout and a `.venv` of its own."""
     monkeypatch.setattr(setup_env, "ROOT", str(tmp_path))
     monkeypatch.setattr(setup_env, "VENV", str(tmp_path / ".venv"))
-    monkeypatch.delitem(sys.modules, "setup_release_env", raising=False)
+    for name in ("side_env", "setup_release_env"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     requirements = tmp_path / "requirements"
     requirements.mkdir()
     (requirements / "sglang-0.0.1.lock").write_text("sglang==0.0.1\n")
@@ -37,7 +38,7 @@ def whole(script, setup_env, monkeypatch):
 
 
 def test_a_whole_environment_is_seen(whole):
-    assert whole.is_whole()
+    assert whole.fault() is None
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,12 @@ def test_a_whole_environment_is_seen(whole):
 )
 def test_damage_is_seen(whole, damage):
     damage(whole)
-    assert not whole.is_whole()
+    assert whole.fault() == whole.name
 
 
 def test_an_environment_that_does_not_run_is_broken(whole, setup_env, monkeypatch):
     monkeypatch.setattr(setup_env, "runs", lambda *_command: False)
-    assert not whole.is_whole()
+    assert whole.fault() == whole.name
 
 
 def test_a_release_that_is_not_served_is_refused(script, capsys, monkeypatch):
@@ -86,14 +87,28 @@ def test_what_is_whole_stays_and_what_is_not_is_made_anew(script, setup_env, who
         add_package(Path(environment.site), "sglang", "0.0.1", {"sglang/__init__.py": "x = 1\n"})
         setup_env.write_text(environment.link, script.link_text())
 
-    monkeypatch.setattr(script, "install", install)
-    script.setup("0.0.1")  # there is no stamp yet
-    script.setup("0.0.1")
+    monkeypatch.setattr(script.Environment, "install", install)
+    whole.setup()  # there is no stamp yet
+    whole.setup()
     assert calls == ["0.0.1"]
     (Path(whole.site) / "sglang" / "__init__.py").unlink()
-    script.setup("0.0.1")
+    whole.setup()
     assert calls == ["0.0.1", "0.0.1"]
     assert "ready after" in capsys.readouterr().err
+
+
+def test_what_does_not_work_after_its_installation_has_no_stamp(script, setup_env, whole, monkeypatch, capsys):
+    """Nor is a fault of the disk or of pip lost: the next run starts again."""
+    python = Path(setup_env.venv_python())
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr(script.Environment, "install", lambda *_: None)
+    assert whole.run() == 1
+    assert "remove .venv-0.0.1 and .venv and run again" in capsys.readouterr().err
+    monkeypatch.setattr(script.Environment, "NEEDED_BYTES", 1 << 80)
+    assert whole.run() == 1
+    assert "another release of SGLang needs" in capsys.readouterr().err
+    assert not Path(whole.stamp).exists()
 
 
 def test_a_python_of_it_finds_that_release_first_and_the_rest_in_venv(script, setup_env):
