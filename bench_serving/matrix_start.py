@@ -1,5 +1,6 @@
 """Servers for a cell: our launcher on this machine's CPU, or a command of the user's, on whatever it starts them."""
 
+import json
 import os
 import re
 import shlex
@@ -10,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import requests
-
 from bench_serving.matrix_plan import Cell
-from sglang_hetero import models
+from sglang_hetero import answers, models
 from sglang_hetero.errors import OptionError
 from sglang_hetero.launcher import topology
 from sglang_hetero.launcher.fleet import Fleet, StartError
@@ -57,13 +56,12 @@ class Starter(Protocol):
 
 def told_accept_length(url: str) -> float | None:
     """What the server at `url` says of its speculation."""
-    with requests.Session() as session:
-        session.trust_env = False  # a proxy of the environment must not see loopback
-        try:
-            said = session.get(f"{url}/server_info", timeout=INFO_SECONDS).json()
-            value = said["internal_states"][0]["avg_spec_accept_length"]
-        except (requests.RequestException, ValueError, KeyError, IndexError, TypeError):
-            return None
+    try:
+        with answers.asked("GET", f"{url}/server_info", timeout=(INFO_SECONDS, INFO_SECONDS)) as reply:
+            said = json.loads(answers.whole(reply, INFO_SECONDS))
+        value = said["internal_states"][0]["avg_spec_accept_length"]
+    except (*answers.BROKEN, ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 

@@ -13,7 +13,7 @@ wants_help() {
     [[ " $* " =~ \ (-h|--help)\  ]]
 }
 
-# usage SCRIPT WORD: where the word asks for help, what the script says of itself at its head, and the end.
+# usage SCRIPT WORDS: where one of them asks for help, what the script says of itself at its head, and the end.
 usage() {
     wants_help "$2" || return 0
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$1" | grep -v '^shellcheck '

@@ -11,7 +11,8 @@
 lib=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 # shellcheck source-path=SCRIPTDIR source=common.sh
 . "$lib/common.sh"
-usage "${BASH_SOURCE[0]}" "${3:-${1:-}}"
+# Asked in the place of any of ours, or first of SGLang's.
+usage "${BASH_SOURCE[0]}" "${*:1:3}"
 check_settings
 
 (($# >= 2)) || die "usage: serve.sh PLATFORM ROLE [--print] [OPTIONS]"

@@ -74,7 +74,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     asking.add_argument("--seed", type=int, default=0, metavar="N", help="of questions and orders (default: 0)")
     asking.add_argument(
-        "--timeout", type=seconds, default=Endpoint.seconds, metavar="S", help="of a request (default: %(default)g)"
+        "--timeout",
+        type=seconds,
+        default=Endpoint.seconds,
+        metavar="S",
+        help="for an answer to begin, and as long again for all of it (default: %(default)g)",
     )
     asking.add_argument(
         "--flush-cache", action="store_true", help="POST /flush_cache before each pass of recall; disturbs other users"

@@ -266,6 +266,9 @@ def test_a_script_is_found_through_a_link(tmp_path):
         "ascend/store.sh",
         "lib/serve.sh",
         "lib/fleet.sh",
+        "lib/serve.sh ascend",
+        "lib/fleet.sh ascend",
+        "lib/fleet.sh ascend p2_d1",
     ],
 )
 def test_who_asks_for_help_gets_it_and_starts_nothing(script, asked, tmp_path):
@@ -273,7 +276,7 @@ def test_who_asks_for_help_gets_it_and_starts_nothing(script, asked, tmp_path):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     python.chmod(0o755)
-    done = run(script, asked, LAUNCH_PYTHON=str(python), LAUNCH_LOGS=str(tmp_path))
+    done = run(*script.split(), asked, LAUNCH_PYTHON=str(python), LAUNCH_LOGS=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert re.match(r"(serve|fleet)\.sh PLATFORM .*\[--print\] \[OPTIONS\]: ", done.stdout)
     assert "launch/README.md" in done.stdout
