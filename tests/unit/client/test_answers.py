@@ -9,7 +9,7 @@ import pytest
 
 from sglang_hetero import answers
 from sglang_hetero.client import Client, RequestFailed
-from sglang_hetero.errors import PeerAway, StateError
+from sglang_hetero.errors import PeerAway
 
 SECONDS = 5.0
 TIMEOUT = (SECONDS, SECONDS)
@@ -120,9 +120,9 @@ def test_nothing_compressed_is_asked_for_and_none_is_unpacked():
 
 
 def state(url):
-    from sglang_hetero.state.command import _ask
+    from sglang_hetero.state.ask import ask
 
-    _ask(url, None)
+    ask(url, "/hetero/state", None)
 
 
 def peer(url):
@@ -142,7 +142,7 @@ def generate(url, **how):
 
 
 WHO = {
-    "state": (state, StateError),
+    "state": (state, PeerAway),
     "doctor": (peer, PeerAway),
     "client": (generate, RequestFailed),
     "client, one answer": (lambda url: generate(url, logprobs=True), RequestFailed),
@@ -164,9 +164,10 @@ def test_nobody_follows_a_redirection_or_reads_all_of_it(ask, error, endless):
 @pytest.mark.parametrize(("ask", "error"), WHO.values(), ids=WHO)
 def test_everybody_has_a_limit(ask, error, monkeypatch):
     from sglang_hetero.doctor import peers
+    from sglang_hetero.state.ask import ask as ask_server
 
     monkeypatch.setattr(peers, "MAX_DESCRIPTION_BYTES", MOST)
-    for function in (answers.whole, answers.lines):
+    for function in (answers.whole, answers.lines, ask_server):
         monkeypatch.setattr(function, "__defaults__", (MOST,))
     with serving(endless=ENDLESS) as (url, _), pytest.raises(error, match="longer than"):
         ask(url)
