@@ -56,6 +56,11 @@ class PrefillServer:
         """Whether it offers our path."""
         return self.capability is not None and self.capability.mode != Mode.OFF
 
+    @property
+    def listens(self) -> bool:
+        """Whether its ranks take our messages: one that our path cannot serve knows SGLang's only."""
+        return self.capable and not (self.capability and self.capability.unsupported)
+
 
 @dataclass(frozen=True)
 class _Reply:

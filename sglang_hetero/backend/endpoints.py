@@ -299,9 +299,9 @@ class ReceiverMixin:
             self.kv_mgr.hetero_owe(self.bootstrap_addr, self.bootstrap_room, reason)
 
     def _give_up_at(self, ranks: tuple[Addressee, ...], reason: str) -> None:
-        capable = self._source_set is not None or self.kv_mgr.hetero_capable(self.bootstrap_addr)
+        ours = self._source_set is not None or self.kv_mgr.hetero_listens(self.bootstrap_addr)
         try:
-            self.kv_mgr.hetero_give_up(self.bootstrap_room, ranks, reason, capable=capable)
+            self.kv_mgr.hetero_give_up(self.bootstrap_room, ranks, reason, ours=ours)
         except Exception as error:  # SGLang's scheduler would end with it
             logger.warning("room %d: prefill at %s was not told: %s", self.bootstrap_room, self.bootstrap_addr, error)
 

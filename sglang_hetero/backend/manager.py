@@ -388,7 +388,7 @@ class ManagerMixin:
         if offer is not None and server.capable:
             unsupported += offer.unsupported
         side, mode = self.hetero_decode, self.hetero_mode
-        same = side is not None and bool(sources) and same_layouts(sources[0].sources, side.manifest)
+        same = None if side is None or not sources else same_layouts(sources[0].sources, side.manifest)
         if offer is not None and offer.mode == Mode.ALWAYS and mode is Mode.AUTO:
             mode = Mode.ALWAYS
         peer = Route(
@@ -496,19 +496,19 @@ class ManagerMixin:
         if self.hetero_mode is not Mode.OFF:
             self._hetero_peers.owe(address, room, reason)
 
-    def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, capable: bool) -> None:
+    def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, ours: bool) -> None:
         """Tell prefill ranks that a request that was never bound will not be: they would wait for their timeout.
 
-        capable: whether they understand our messages; else they are told in SGLang's language.
+        ours: whether they take our messages; else they are told in SGLang's language.
         """
         with self.failure_lock:  # type: ignore[attr-defined]
             self._hetero_given_up += 1
             epoch = self._hetero_given_up
-        ours = messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason)
+        abort = messages.Abort(room=room, epoch=epoch, incarnation=self._hetero_refuser, reason=reason)
         for rank in ranks:
             try:
-                if capable:
-                    self._hetero_post(rank.endpoint, messages.encode(replace(ours, source=rank.incarnation)))
+                if ours:
+                    self._hetero_post(rank.endpoint, messages.encode(replace(abort, source=rank.incarnation)))
                 else:
                     from sglang.srt.disaggregation.common.conn import AbortNotification
 
@@ -516,9 +516,9 @@ class ManagerMixin:
             except Exception as error:  # the others wait as well
                 logger.warning("room %d: the prefill rank at %s was not told: %s", room, rank.endpoint, error)
 
-    def hetero_capable(self, address: str) -> bool:
-        """Whether that prefill server understands our messages."""
-        return self._hetero_peers.capable(address)
+    def hetero_listens(self, address: str) -> bool:
+        """Whether the ranks of that prefill server take our messages."""
+        return self._hetero_peers.listens(address)
 
     def hetero_sources(self, address: str, dp_rank: int) -> SourceSet:
         """The ranks of a prefill replica. Raises HeteroError if they are not known."""

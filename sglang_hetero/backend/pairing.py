@@ -108,11 +108,13 @@ class Registration:
     state_dims: tuple[int, ...] = ()
 
 
-def decide(mode: Mode, here: Here, peer: Route | Registration, *, capable: bool, same_layout: bool = False) -> Decision:
+def decide(
+    mode: Mode, here: Here, peer: Route | Registration, *, capable: bool, same_layout: bool | None = False
+) -> Decision:
     """The path of this pair.
 
     capable: the peer has this package and offers its path. same_layout: it is capable and the manifests of both sides
-    say the same of every byte (`same_layouts`).
+    say the same of every byte (`same_layouts`); None where a side that our path cannot serve has shown none.
     """
     if mode is Mode.OFF:
         return _upstream(here, peer, "SGLANG_HETERO=off", "remove SGLANG_HETERO=off")
@@ -122,7 +124,10 @@ def decide(mode: Mode, here: Here, peer: Route | Registration, *, capable: bool,
         if mode is Mode.ALWAYS:
             return _refused(here, peer, f"SGLANG_HETERO=always, but {lacks}", f"{remedy}, or set SGLANG_HETERO=auto")
         return _upstream(here, peer, lacks, remedy)
-    alike = here.tp == peer.tp and same_layout
+    if mode is Mode.AUTO and same_layout is None and here.tp == peer.tp and (limits := _unsupported(here, peer)):
+        # As with a peer that lacks this package; prefill sees from the registration whether their entries differ.
+        return _upstream(here, peer, limits[0], "")
+    alike = here.tp == peer.tp and bool(same_layout)
     if mode is Mode.AUTO and alike:
         # A size of a page or slot that differs would be a different layout: nothing is left that could be a fault.
         return Decision(Path.UPSTREAM, f"{here.name} and {peer.name} have TP {here.tp} and the same layout")
@@ -176,11 +181,14 @@ def _by_layer(manifest: Manifest) -> Iterable[tuple[tuple[Role, int], Component]
 def _ours(here: Here, peer: Route | Registration, why: str) -> Decision:
     if unequal := _unequal_settings(here, peer):
         return _refused(here, peer, *unequal)
-    unsupported = here.unsupported + (peer.unsupported if isinstance(peer, Route) else ())
-    if unsupported:
+    if unsupported := _unsupported(here, peer):
         remedy = "or give both sides one TP size, and SGLANG_HETERO=auto"
         return _refused(here, peer, f"{why}, but {unsupported[0]}", remedy)
     return Decision(Path.OURS, f"{here.name} and {peer.name}: {why}")
+
+
+def _unsupported(here: Here, peer: Route | Registration) -> tuple[str, ...]:
+    return here.unsupported + (peer.unsupported if isinstance(peer, Route) else ())
 
 
 def _upstream(here: Here, peer: Route | Registration, why: str, remedy: str) -> Decision:

@@ -72,8 +72,8 @@ class Host(Protocol):
     def hetero_lost(self, address: str, reason: str, rooms: frozenset[int] | None = None) -> None:
         """The server has ended: its requests fail. rooms: only these of them."""
 
-    def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, capable: bool) -> None:
-        """Tell prefill ranks that a request will not be bound. capable: whether they understand our messages."""
+    def hetero_give_up(self, room: int, ranks: Sequence[Addressee], reason: str, *, ours: bool) -> None:
+        """Tell prefill ranks that a request will not be bound. ours: whether they take our messages."""
 
 
 @dataclass
@@ -187,11 +187,11 @@ class Peers:
         self.outdate(address, server.decision.reason)
         return server.decision.reason
 
-    def capable(self, address: str) -> bool:
-        """Whether a server understands our messages."""
+    def listens(self, address: str) -> bool:
+        """Whether a server's ranks take our messages."""
         with self._changed:
             server = self._servers.get(address)
-            return server is not None and server.found.capable
+            return server is not None and server.found.listens
 
     def ranks(self, address: str, dp_rank: int) -> tuple[Addressee, ...]:
         """Where the ranks of a replica take messages, as far as that is known.
@@ -265,7 +265,7 @@ class Peers:
             owed = self._owed.take(address)
         for room, reason in owed.items():
             try:
-                self._host.hetero_give_up(room, ranks, reason, capable=server.found.capable)
+                self._host.hetero_give_up(room, ranks, reason, ours=server.found.listens)
             except Exception as error:
                 logger.warning("room %d: prefill at %s was not told: %s", room, address, error)
 

@@ -4,6 +4,7 @@ The queues, and through them KVArgs, the manager, the senders and the receivers,
 their own constructors, so a plugin's hook on any of them acts here as it does in a server.
 """
 
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from .sides import Shard, Side
 TOPOLOGY_SECONDS = 10.0
 """How long a decode rank asks the bootstrap server for a topology that all prefill ranks have registered in."""
 TOPOLOGY_RETRY_SECONDS = 0.02
+ROLE_SWITCH_ENV = "HARNESS_ROLE_SWITCH"
+"""`1`: the server has --enable-pd-role-switch, which our path does not serve (backend/support.py)."""
 VOCABULARY = 1 << 16
 """Tokens of the model; oracle.first_token is one of them."""
 
@@ -54,6 +57,7 @@ def publish(shard: Shard, side: Side) -> Any:
         speculative_num_draft_tokens=geometry.draft_tokens or None,
         disable_overlap_schedule=True,
         disable_radix_cache=True,
+        enable_pd_role_switch=os.environ.get(ROLE_SWITCH_ENV) == "1",
     )
     world_rank = side.dp_rank * shard.tp + shard.rank
     publish_config(server_args, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=0))

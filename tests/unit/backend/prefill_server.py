@@ -223,5 +223,5 @@ class Tables:
         self.lost[address], self.failed = reason, rooms
         self.adopted.pop(address, None)
 
-    def hetero_give_up(self, room, ranks, reason, *, capable):
-        self.told.append((room, [rank.endpoint.port for rank in ranks], reason, capable))
+    def hetero_give_up(self, room, ranks, reason, *, ours):
+        self.told.append((room, [rank.endpoint.port for rank in ranks], reason, ours))

@@ -87,6 +87,6 @@ def test_whoever_is_told_that_a_request_is_given_up_is_named_if_known():
     manager._hetero_refuser, manager._hetero_given_up = "this rank", 0
     manager._hetero_post = lambda endpoint, payload: posted.append((endpoint.port, messages.decode(payload)))
     ranks = [Addressee(Endpoint("10.0.0.9", 1), "a process"), Addressee(Endpoint("10.0.0.9", 2))]
-    manager.hetero_give_up(7, ranks, "its pages do not match", capable=True)
+    manager.hetero_give_up(7, ranks, "its pages do not match", ours=True)
     assert [(port, said.source, said.room) for port, said in posted] == [(1, "a process", 7), (2, "", 7)]
     assert {said.reason for _, said in posted} == {"its pages do not match"}

@@ -296,6 +296,14 @@ def test_a_feature_that_our_path_does_not_serve(side):
     check_refusal(decide(Mode.AUTO, mine, peers[0], capable=True), "Role switch", "one TP size")
     check_refusal(decide(Mode.ALWAYS, mine, peers[1], capable=True, same_layout=True), "Role switch")
     assert decide(Mode.AUTO, mine, peers[1], capable=True, same_layout=True).path is Path.UPSTREAM
+    # Such a server shows no layout.
+    taken = decide(Mode.AUTO, mine, peers[1], capable=True, same_layout=None)
+    assert taken.path is Path.UPSTREAM and "Role switch" in taken.reason
+    check_refusal(decide(Mode.AUTO, mine, peers[0], capable=True, same_layout=None), "Role switch", "one TP size")
+    check_refusal(decide(Mode.ALWAYS, mine, peers[1], capable=True, same_layout=None), "Role switch")
+    check_refusal(decide(Mode.AUTO, mine, peers[1], capable=True, same_layout=False), "Role switch")
+    other = replace(peers[1], page_size=128)
+    check_refusal(decide(Mode.AUTO, mine, other, capable=True, same_layout=None), "--page-size")
     assert decide(Mode.OFF, mine, peers[0], capable=True).path is Path.UPSTREAM
     assert decide(Mode.AUTO, mine, peers[0], capable=False).path is Path.UPSTREAM
 

@@ -64,7 +64,7 @@ def test_a_server_is_found_and_its_ranks_are_known(peers, tables, server):
     until(lambda: peers.ready(server.address))
     assert tables.adopted[server.address].path is peers.path(server.address) is Path.OURS
     assert peers.refusal(server.address) is None
-    assert peers.capable(server.address)
+    assert peers.listens(server.address)
     found = peers.sources(server.address, 0)
     assert {source.incarnation for source in found.sources} == server.incarnations()
     ranks = peers.ranks(server.address, 0)
@@ -155,7 +155,7 @@ def test_a_stock_server_takes_the_path_that_is_decided(peers, tables):
         del server.answers["/hetero"]
         until(lambda: peers.ready(server.address))
         assert peers.path(server.address) is Path.UPSTREAM
-        assert not peers.capable(server.address)
+        assert not peers.listens(server.address)
         assert peers.servers()[0].client is None
     finally:
         server.end()

@@ -117,14 +117,14 @@ class Manager:
         assert dp_rank == 0
         return self.ranks
 
-    def hetero_capable(self, address):
+    def hetero_listens(self, address):
         return bool(self.ranks)
 
     def hetero_slot(self, state_indices):
         return -1
 
-    def hetero_give_up(self, room, ranks, reason, *, capable):
-        self.told.append((ranks, reason, capable))
+    def hetero_give_up(self, room, ranks, reason, *, ours):
+        self.told.append((ranks, reason, ours))
 
     def hetero_owe(self, address, room, reason):
         self.owed.append((address, room, reason))
