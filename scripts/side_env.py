@@ -71,7 +71,7 @@ class SideEnvironment:
 
     def fingerprint(self):
         """What the environment is a function of: the locks, these scripts, the interpreter and the place."""
-        about = "{} {} {}".format(sys.version, setup_env.base_python(), self.folder)
+        about = "{} {} {}".format(sys.version, os.path.realpath(setup_env.base_python()), self.folder)
         digest = hashlib.sha256(about.encode(errors="replace"))
         for path in (*self.locks, self.script, os.path.realpath(__file__)):
             with open(path, "rb") as file:

@@ -96,7 +96,7 @@ def clean(url: str) -> str:
 class Endpoint:
     """Of `url`. Safe to use from several threads once `connect` has returned.
 
-    key: for Authorization; seconds: for one request from its beginning to its last byte; path: the route that takes
+    key: for Authorization; seconds: until an answer begins, and as long again for all of it; path: the route that takes
     prompts, found by `connect` if it is None; model: the first name on its list of models, None if it tells none.
     """
 
@@ -202,7 +202,7 @@ class Endpoint:
         except answers.TooLate as error:
             raise AccuracyError(f"{self.url}{path}: {error} (--timeout)") from None
         except requests.Timeout:
-            raise AccuracyError(f"{self.url}{path}: no answer in {self.seconds:g} s (--timeout)") from None
+            raise AccuracyError(f"{self.url}{path}: no answer has begun in {self.seconds:g} s (--timeout)") from None
         except (*answers.BROKEN, ValueError) as error:
             raise AccuracyError(
                 f"{self.url}{path}: no answer: {shorten(str(error), SHOWN)}; is a server or router running there?"
