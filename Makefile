@@ -30,7 +30,7 @@ help:
 	@echo "             doctor and demo on SGLang 0.5.22, in .venv-0.5.22; MTP depth 0 and 3, and decode compares every byte"
 	@echo "make test    the tests (about 50 minutes on 2 cores)"
 	@echo "make test-full"
-	@echo "             all of them, with every pair of TP sizes on real servers (some hours)"
+	@echo "             all of them, with every pair of TP sizes on real servers (an estimated two hours)"
 	@echo "make unit    the tests that start no server (about 23 minutes)"
 	@echo "make mutants put in about a hundred faults one by one; the tests must notice each; ends caught N/N"
 	@echo "make faults  kill, stop, cut and confuse running pairs and servers; ends N faults, 0 wrong, 0 leaked, 0 hung"
