@@ -75,12 +75,8 @@ def test_a_process_that_is_not_asked_any_more_can_go_on_talking(say):
     assert process.wait(SECONDS) == 0
 
 
-def test_of_a_process_that_is_not_asked_only_the_latest_is_kept(say):
-    """A fleet that serves goes on logging for as long as it runs."""
-    lines = KEPT_CHARACTERS // 64 * 3
-    process = say(
-        f"for number in range({lines}): print(f'{{number:063d}}')\nprint('x' * {KEPT_CHARACTERS * 2})\nprint('end')"
-    )
+def heard_after_its_end(process) -> list[str]:
+    """What is left of all that a process has said while nobody asked."""
     hearer = Hearer(process)
     assert process.wait(SECONDS) == 0
     for thread in threading.enumerate():
@@ -89,6 +85,16 @@ def test_of_a_process_that_is_not_asked_only_the_latest_is_kept(say):
     heard = []
     while line := hearer.line(soon()):
         heard.append(line)
+    return heard
+
+
+def test_of_a_process_that_is_not_asked_only_the_latest_is_kept(say):
+    """A fleet that serves goes on logging for as long as it runs."""
+    lines = KEPT_CHARACTERS // 64 * 3
+    process = say(
+        f"for number in range({lines}): print(f'{{number:063d}}')\nprint('x' * {KEPT_CHARACTERS * 2})\nprint('end')"
+    )
+    heard = heard_after_its_end(process)
     assert heard[-1] == "end\n"
     assert sum(map(len, heard)) <= KEPT_CHARACTERS
 
@@ -96,12 +102,5 @@ def test_of_a_process_that_is_not_asked_only_the_latest_is_kept(say):
 def test_the_latest_lines_are_heard_in_order_and_whole(say):
     lines = KEPT_CHARACTERS // 64 * 3
     process = say(f"for number in range({lines}): print(f'{{number:063d}}')")
-    hearer = Hearer(process)
-    assert process.wait(SECONDS) == 0
-    for thread in threading.enumerate():
-        if thread.name == f"hearer-{process.pid}":
-            thread.join(SECONDS)
-    heard = []
-    while line := hearer.line(soon()):
-        heard.append(int(line))
+    heard = [int(line) for line in heard_after_its_end(process)]
     assert heard == list(range(lines - len(heard), lines)) and len(heard) == KEPT_CHARACTERS // 64
