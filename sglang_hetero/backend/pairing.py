@@ -126,7 +126,7 @@ def decide(
         return _upstream(here, peer, lacks, remedy)
     if mode is Mode.AUTO and same_layout is None and here.tp == peer.tp and (limits := _unsupported(here, peer)):
         # As with a peer that lacks this package; prefill sees from the registration whether their entries differ.
-        return _upstream(here, peer, limits[0], "")
+        return _upstream(here, peer, limits[0], "without that this package's path may serve them")
     alike = here.tp == peer.tp and bool(same_layout)
     if mode is Mode.AUTO and alike:
         # A size of a page or slot that differs would be a different layout: nothing is left that could be a fault.
